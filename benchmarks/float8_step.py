@@ -58,7 +58,7 @@ def blocks_ms(float8: Float8, *, layers: int, rows: int) -> float:
         for value in model.parameters():
             nn.init.normal_(value, std=0.02)
     layout = describe(model)
-    apply_float8(model, layout, float8, device=device)
+    apply_float8(model, layout, float8, full=layout, tp=None, device=device)
     for name in layout.blocks:
         model.get_submodule(name).compile(dynamic=False)
     ids = torch.randint(0, 256, (1, rows), device=device)

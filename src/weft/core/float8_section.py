@@ -33,3 +33,13 @@ class Float8(Section):
         description="dtype in which their sharded weights are all-gathered: float8 (half the bytes; tensorwise alone) "
         "| weights (the compute dtype; absent with another recipe: this)",
     )
+    measure_every: int = Field(
+        default=0,
+        ge=0,
+        description="steps between measurements of each layer's quantisation error, overflow and underflow; 0: none",
+    )
+    fallback_error: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="error in a measured step beyond which a layer computes unquantised from then on; 0: none",
+    )

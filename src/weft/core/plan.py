@@ -286,7 +286,10 @@ class Plan(Document):
         update = {key: value for key, value in named.items() if key not in self.float8.model_fields_set}
         float8 = self.float8.model_copy(update=update)
         if "gather" not in self.float8.model_fields_set and (
-            float8.recipe != GATHERED or policy.gather == "int8" or (is_implied and policy.gather != E4M3)
+            float8.recipe != GATHERED
+            or float8.fallback_error
+            or policy.gather == "int8"
+            or (is_implied and policy.gather != E4M3)
         ):
             update["gather"] = "weights"
         if update:
@@ -425,6 +428,19 @@ def _check_float8(plan: Plan) -> Iterator[tuple[str, str]]:
     if float8.linears != "none" and float8.gather == "float8" and float8.recipe != GATHERED:
         sentence = f"float8.gather = 'float8' sends one scale per weight, but float8.recipe is {float8.recipe!r}"
         yield sentence, f"set float8.gather = 'weights', or float8.recipe = {GATHERED!r}"
+    yield from _check_accuracy(plan)
+
+
+def _check_accuracy(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Check `float8.measure_every` and `float8.fallback_error` against each other and the rest."""
+    float8 = plan.float8
+    if float8.measure_every and float8.linears == float8.experts == "none":
+        yield "float8.measure_every measures nothing: no product is in float8", "set float8.linears = 'all'"
+    if float8.fallback_error and not float8.measure_every:
+        yield "float8.fallback_error needs measured steps", "set float8.measure_every"
+    if float8.fallback_error and float8.gather == "float8" and "gather" in float8.model_fields_set:
+        sentence = "float8.fallback_error with weights gathered in float8: their unquantised values do not arrive"
+        yield sentence, "set float8.gather = 'weights'"
 
 
 def _check_blocks(plan: Plan) -> list[tuple[str, str]]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 Kind = TypeVar("Kind")
+OPERANDS = ("input", "weight", "gradient")  # of float8 products
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,12 @@ class StepRecord:
     dropped_share: float | None = None  # choices over the capacity of their expert, over all; mean over the layers
     router_balance_loss: float | None = None  # without its coefficient, mean over the layers; 1 is balanced
     router_z_loss: float | None = None  # without its coefficient, mean over the layers
+    # Steps that float8.measure_every measures. The largest over all layers and operands:
+    float8_error: float | None = None  # mean of |code - value| / |value|
+    float8_overflow: float | None = None  # share of values larger than the largest code
+    float8_underflow: float | None = None  # share of values that become 0
+    float8_fallback: tuple[str, ...] | None = None  # layers that compute unquantised from the next step on
+    float8_layers: dict[str, dict[str, list[float]]] | None = None  # by layer and OPERANDS: the three figures
 
     def as_dict(self) -> dict[str, Any]:
         found = {name: one.as_dict() for name, one in (self.evaluations or {}).items()}
@@ -53,8 +60,9 @@ class StepRecord:
         if fields.get("evaluations") is not None:
             found = fields["evaluations"].items()
             fields = {**fields, "evaluations": {name: EvalRecord.from_dict(one) for name, one in found}}
-        if fields.get("changed") is not None:
-            fields = {**fields, "changed": tuple(fields["changed"])}
+        for key in ("changed", "float8_fallback"):
+            if fields.get(key) is not None:
+                fields = {**fields, key: tuple(fields[key])}
         return parse_record(StepRecord, fields, numbers=("loss", "grad_norm"))
 
 

@@ -44,6 +44,7 @@ from weft.engine.dp.strategy import Strategy
 from weft.engine.dp.threads import require_gpus
 from weft.engine.kernels.compiled import apply_compile
 from weft.engine.kernels.float8 import apply_float8
+from weft.engine.kernels.float8_accuracy import Float8Layers
 from weft.engine.kernels.head_loss import HeadLoss, fuse_loss
 from weft.engine.kernels.wide import widen_head
 from weft.engine.mesh import Topology
@@ -71,7 +72,7 @@ class Applied:
     strategy: Strategy
     axes: Axes
     head_loss: HeadLoss | None  # None: the objective takes the loss of logits
-    float8: dict[str, bool]  # linear layers of the blocks, and whether they multiply in float8
+    float8: Float8Layers  # linear layers of the blocks, and whether they multiply in float8
     batch_norms: BatchNorms
     changes: BufferChanges  # of buffers, in forwards
     routers: Routers  # of a mixture of experts; empty in other models
@@ -127,7 +128,7 @@ def apply_plan(
         keep_gradients_in(model, torch_dtype(precision.gradients))
     if dp.zero == 0:
         apply_compute_dtype(model, own, precision)
-    float8 = apply_float8(model, own, plan.float8, tp=tp, device=device)
+    float8 = apply_float8(model, own, plan.float8, full=layout, tp=tp, device=device)
     notes = apply_compile(model, own, device=device) if plan.compile.enabled else ()
     is_fused = plan.kernels.loss == "fused" and not has_own_objective
     head_loss, why_not = fuse_loss(

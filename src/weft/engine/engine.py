@@ -152,7 +152,7 @@ class Engine(EngineState):
         timer = StepTimer(self.device)
         if learning_rate is not None:
             self.rates.set(learning_rate)
-        with self._dtypes.watching(self._dtypes.is_incomplete), self._products():
+        with self._dtypes.watching(self._dtypes.is_incomplete), self._products(), self.float8.watching(self.steps_done):
             loss_sum, weight = self._forward_backward(to_device(batch, self.device), timer)
             norm, skipped = self.updates.finish_step()
         self.buffer_sync.after_step()
@@ -172,6 +172,7 @@ class Engine(EngineState):
             skipped=skipped,
             loss_scale=self.loss_scale.value if self.loss_scale.enabled else None,
             router=router,
+            float8=self.float8.figures,
         )
 
     def drain(self) -> None:

@@ -19,6 +19,7 @@ from weft.engine.activations.kept_inputs import KeptInputs
 from weft.engine.axis import Axes
 from weft.engine.buffers.sync import BufferSync
 from weft.engine.dp.strategy import Strategy
+from weft.engine.kernels.float8_accuracy import Float8Layers
 from weft.engine.mesh import Topology
 from weft.engine.offload.offloaded import OffloadedStates
 from weft.engine.optim.averages import averages_of, exchanged
@@ -47,6 +48,7 @@ class EngineState:
     loss_scale: LossScale
     updates: Updates
     routers: Routers
+    float8: Float8Layers
     buffer_sync: BufferSync
     inputs: KeptInputs
     steps_done: int
@@ -98,13 +100,16 @@ class EngineState:
     def scalars(self) -> dict[str, Any]:
         """The rest of the state, as JSON values."""
         late, router, scale = self.updates.scalars(), self.routers.scalars(), self.loss_scale.state()
-        return {"steps_done": self.steps_done, "loss_scale": scale, "late_norms": late, "router": router}
+        fallen = self.float8.scalars()
+        found = {"steps_done": self.steps_done, "loss_scale": scale, "late_norms": late, "router": router}
+        return {**found, **({"float8": fallen} if fallen else {})}
 
     def restore_scalars(self, scalars: Mapping[str, Any]) -> None:
         self.steps_done = int(scalars["steps_done"])
         self.loss_scale.restore(scalars["loss_scale"])
         self.updates.restore(scalars.get("late_norms", {}))
         self.routers.restore(scalars.get("router", {}))
+        self.float8.restore(scalars.get("float8", {}))
         self.axes.after_load(self.trained, self.optimizer, self.masters)
         if self.offload is not None:
             self.offload.refresh_weights()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ class PendingStep:
     skipped: bool
     loss_scale: float | None
     router: RouterTotals | None = None  # of a mixture of experts
+    float8: dict[str, Any] = field(default_factory=dict)  # figures of a measured step
 
     def __post_init__(self) -> None:
         self._copied = HostCopy(self.values) if self.work is None else None
@@ -48,5 +50,6 @@ class PendingStep:
             skipped=self.skipped,
             loss_scale=self.loss_scale,
             **(self.router.figures() if self.router is not None else {}),
+            **self.float8,
         )
         return record, votes > 0

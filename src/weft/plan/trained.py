@@ -11,7 +11,7 @@ from typing import Any
 from weft.core.executable import not_executed_reasons
 from weft.plan.estimate import Estimate
 from weft.plan.search import Answer, search
-from weft.plan.space import Freedom
+from weft.plan.space import SEARCHED, Freedom
 
 # Keys that restrict a search to layouts that the engine runs; it runs all schedules of a search.
 BUILT = {"tensor_parallel.mode": "1d"}
@@ -35,7 +35,8 @@ def best_trained(answer: Answer) -> Estimate | None:
     fixed = {key: value for key, value in answer.fixed.items() if key not in BUILT}
     if fixed.get("offload.parameters", "none") != "none":
         fixed["offload.optimizer"] = "cpu"
-    freedom = built({**fixed, **{f"float8.{key}": value for key, value in plan.float8.model_dump().items()}})
+    float8 = {f"float8.{key}": value for key, value in plan.float8.model_dump().items()}
+    freedom = built({**fixed, **{key: value for key, value in float8.items() if key in SEARCHED}})
     precision = plan.precision.model_dump(exclude_none=True)
     found = search(answer.request, freedom=freedom, precision=precision, top=1)
     return found.plans[0] if found.plans else None

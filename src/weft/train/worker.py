@@ -261,6 +261,7 @@ def _close(
             write_pipeline(folder.path, pipeline, ranks)
         if process.is_main and not job.quiet:
             display.summary(ledger)
+            display.float8(ledger["float8"])
             if ledger["pipeline"] is not None:
                 display.pipeline(ledger["pipeline"])
             if not job.dry_run_follows:  # otherwise the table is printed with the dry run's column

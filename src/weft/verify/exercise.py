@@ -205,6 +205,8 @@ def plan_precision(plan: Plan, train: TrainSpec) -> ReferencePrecision:
         float8=plan.float8.linears,
         recipe=plan.float8.recipe,
         has_float8_experts=plan.float8.experts == "all",
+        measure_every=plan.float8.measure_every if plan.float8.fallback_error else 0,
+        fallback_error=plan.float8.fallback_error,
         has_float8_wire=plan.mesh.ep > 1 and plan.expert_parallel.wire == "float8",
         divides_last=plan.kernels.loss == "fused",
         has_wide_router=policy.has_wide_router,

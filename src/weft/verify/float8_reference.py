@@ -8,6 +8,7 @@ Tokens that travel to experts: e4m3, a power of two per 128 elements of a token;
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,44 +19,108 @@ from weft.engine.kernels.float8 import chosen_linears
 from weft.models.layout import describe
 from weft.verify.plain_experts import by_position, plain_experts
 
+Note = Callable[..., None] | None
 WIRE_BLOCK = 128
 LEAST_POWER = -126  # of normal float32 numbers
 
 
-def multiply_in_float8(model: nn.Module, choice: Float8Choice, recipe: Float8Recipe) -> None:
+class Fallback:
+    """Layers whose error in a measured step is larger than `limit` compute unquantised from the next step on."""
+
+    def __init__(self, every: int, limit: float) -> None:
+        self._every, self._limit, self._step = every, limit, 0
+        self._sums: dict[tuple[str, str], list[float]] = {}  # by layer and operand: relative errors, their number
+        self.plain: set[str] = set()
+
+    def begin(self, step: int) -> None:
+        """Before a forward of step `step`, from 0 on."""
+        if step != self._step:
+            self.finish()
+            self._step = step
+
+    def finish(self) -> None:
+        if self._every and (self._step + 1) % self._every == 0:
+            self.plain |= {name for (name, _), (error, count) in self._sums.items() if error > self._limit * count}
+        self._sums.clear()
+
+    def add(self, name: str, operand: str, values: Tensor, made: Tensor, *, times: int = 1) -> None:
+        sums = self._sums.setdefault((name, operand), [0.0, 0.0])
+        wide = values.double()
+        some = wide != 0
+        sums[0] += times * float(((made.double() - wide)[some] / wide[some]).abs().sum())
+        sums[1] += times * int(some.sum())
+
+
+NO_FALLBACK = Fallback(0, 0.0)
+
+
+def fallback_of(model: nn.Module) -> Fallback:
+    found = getattr(model, "float8_fallback", None)
+    return found if isinstance(found, Fallback) else NO_FALLBACK
+
+
+def multiply_in_float8(
+    model: nn.Module, choice: Float8Choice, recipe: Float8Recipe, fallback: Fallback = NO_FALLBACK
+) -> None:
     """Make the chosen linear layers of `model`'s blocks multiply in float8."""
     for name, is_chosen in chosen_linears(model, describe(model), choice).items():
         if is_chosen:
             linear = model.get_submodule(name)
-            linear.register_forward_hook(functools.partial(_recompute, recipe))
+            linear.register_forward_hook(functools.partial(_recompute, recipe, fallback=fallback, name=name))
 
 
-def _recompute(recipe: Float8Recipe, linear: nn.Module, args: tuple[Tensor, ...], plain: Tensor) -> Tensor:
+def _recompute(
+    recipe: Float8Recipe,
+    linear: nn.Module,
+    args: tuple[Tensor, ...],
+    plain: Tensor,
+    *,
+    fallback: Fallback = NO_FALLBACK,
+    name: str = "",
+) -> Tensor:
     """Forward hook: replace the layer's output."""
-    out: Tensor = _Rounded.apply(args[0].flatten(0, -2), linear.weight, recipe)  # type: ignore[no-untyped-call]
+    if name in fallback.plain:
+        return plain
+    out = _rounded_product(args[0].flatten(0, -2), linear.weight, recipe, fallback if linear.training else None, name)
     out = out.view(plain.shape)
     return out if linear.bias is None else out + linear.bias  # type: ignore[operator]
+
+
+def _rounded_product(inputs: Tensor, weight: Any, recipe: Float8Recipe, fallback: Fallback | None, name: str) -> Tensor:
+    """`fallback`: sums the errors of a step that is measured."""
+    is_summed = fallback is not None and fallback is not NO_FALLBACK
+    note = functools.partial(fallback.add, name) if fallback is not None and is_summed else None
+    made: Tensor = _Rounded.apply(inputs, weight, recipe, note)  # type: ignore[no-untyped-call]
+    return made
 
 
 class _Rounded(torch.autograd.Function):
     """Every operand is rounded for its product, along the dimension that the product sums over."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, recipe: Float8Recipe) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, recipe: Float8Recipe, note: Note) -> Tensor:
         ctx.save_for_backward(inputs, weight)
-        ctx.recipe = recipe
+        ctx.recipe, ctx.note = recipe, note
         x, w = rounded(inputs, recipe), rounded(weight, recipe, is_weight=True)
+        if note is not None:
+            note("input", inputs, x)
+            note("weight", weight, w, times=len(inputs))
         return torch.einsum("mk,nk->mn", x, w).to(inputs.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *arriving: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *arriving: Tensor) -> tuple[Tensor, Tensor, None, None]:
         inputs, weight = ctx.saved_tensors
-        (gradient,) = arriving
-        g = rounded(gradient, ctx.recipe, is_gradient=True)
-        by_input = torch.einsum("mn,kn->mk", g, rounded(weight.t(), ctx.recipe, is_weight=True))
-        g = rounded(gradient.t(), ctx.recipe, is_gradient=True)
-        by_weight = torch.einsum("nm,km->nk", g, rounded(inputs.t(), ctx.recipe))
-        return by_input.to(inputs.dtype), by_weight.to(inputs.dtype), None
+        (gradient,), recipe = arriving, ctx.recipe
+        g, w = rounded(gradient, recipe, is_gradient=True), rounded(weight.t(), recipe, is_weight=True)
+        late, x = rounded(gradient.t(), recipe, is_gradient=True), rounded(inputs.t(), recipe)
+        if ctx.note is not None:
+            ctx.note("gradient", gradient, g)
+        if ctx.note is not None and recipe != "tensorwise":  # whose codes serve all products
+            ctx.note("weight", weight.t(), w, times=len(inputs))
+            ctx.note("gradient", gradient.t(), late)
+            ctx.note("input", inputs.t(), x)
+        by_input, by_weight = torch.einsum("mn,kn->mk", g, w), torch.einsum("nm,km->nk", late, x)
+        return by_input.to(inputs.dtype), by_weight.to(inputs.dtype), None, None
 
 
 def rounded(values: Tensor, recipe: Float8Recipe, *, is_weight: bool = False, is_gradient: bool = False) -> Tensor:
@@ -116,16 +181,19 @@ def _nearest(values: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
     return (values.float() * scale).to(dtype).float() / scale
 
 
-def multiply_experts_in_float8(model: nn.Module, recipe: Float8Recipe) -> None:
+def multiply_experts_in_float8(model: nn.Module, recipe: Float8Recipe, fallback: Fallback = NO_FALLBACK) -> None:
     """Make modules of experts compute expert by expert, with every product rounded, if all sizes divide by 16."""
-    for module in plain_experts(model).values():
+    for name, module in plain_experts(model).items():
         matrices = [value for key, value in module._parameters.items() if value is not None and value.ndim == 3]
         known = all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "_apply_gate"))
         if known and all(size % 16 == 0 for matrix in matrices for size in matrix.shape[1:]):
-            module.register_forward_hook(functools.partial(_experts_again, recipe), with_kwargs=True)
+            again = functools.partial(_experts_again, recipe, fallback, name)
+            module.register_forward_hook(again, with_kwargs=True)
 
 
-def _experts_again(recipe: Float8Recipe, module: Any, args: Any, kwargs: Any, plain: Tensor) -> Tensor:
+def _experts_again(
+    recipe: Float8Recipe, fallback: Fallback, name: str, module: Any, args: Any, kwargs: Any, plain: Tensor
+) -> Tensor:
     """Forward hook: replace the module's output."""
     (hidden, index, weights), _ = by_position(module, args, kwargs)
     tokens = hidden.reshape(-1, hidden.shape[-1])
@@ -133,9 +201,9 @@ def _experts_again(recipe: Float8Recipe, module: Any, args: Any, kwargs: Any, pl
     slots = [torch.zeros_like(tokens) for _ in range(index.shape[1])]
     for expert in sorted(set(index.flatten().tolist())):
         token, slot = torch.nonzero(index == expert, as_tuple=True)
-        made = _of_expert(module, first, expert, tokens[token], recipe)
+        made = _of_expert(module, first, expert, tokens[token], recipe, fallback, f"{name}.{first}")
         made = module._apply_gate(made) if module.has_gate else module.act_fn(made)
-        made = _of_expert(module, "down_proj", expert, made, recipe)
+        made = _of_expert(module, "down_proj", expert, made, recipe, fallback, f"{name}.down_proj")
         if getattr(module, "has_post_expert_norm", False):
             made = module.post_expert_norm(made)
         made = made * weights[token, slot, None]
@@ -144,9 +212,14 @@ def _experts_again(recipe: Float8Recipe, module: Any, args: Any, kwargs: Any, pl
     return torch.stack(slots, 1).sum(1).to(plain.dtype).view(plain.shape)
 
 
-def _of_expert(module: Any, name: str, expert: int, rows: Tensor, recipe: Float8Recipe) -> Tensor:
+def _of_expert(
+    module: Any, name: str, expert: int, rows: Tensor, recipe: Float8Recipe, fallback: Fallback, layer: str
+) -> Tensor:
     matrix = getattr(module, name)[expert]
-    made: Tensor = _Rounded.apply(rows, matrix.t() if module.is_transposed else matrix, recipe)  # type: ignore[no-untyped-call]
+    matrix = matrix.t() if module.is_transposed else matrix
+    made: Tensor = rows @ matrix.t()
+    if layer not in fallback.plain:
+        made = _rounded_product(rows, matrix, recipe, fallback if module.training else None, layer)
     return made + getattr(module, f"{name}_bias")[expert] if module.has_bias else made
 
 

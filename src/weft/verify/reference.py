@@ -27,7 +27,14 @@ from weft.engine.activations.dropout import number_blocks, seeded_forward, uses_
 from weft.engine.kernels.cpu_matmul import patch_low_precision_matmul
 from weft.models.layout import describe
 from weft.verify.eight_bit import round_moments
-from weft.verify.float8_reference import multiply_experts_in_float8, multiply_in_float8, round_inputs_of_experts
+from weft.verify.float8_reference import (
+    NO_FALLBACK,
+    Fallback,
+    fallback_of,
+    multiply_experts_in_float8,
+    multiply_in_float8,
+    round_inputs_of_experts,
+)
 from weft.verify.late_division import LateDivision
 from weft.verify.low_update import round_low
 from weft.verify.near_ties import evaluation_swing
@@ -52,6 +59,8 @@ class ReferencePrecision:
     float8: Float8Choice = "none"  # linear layers that multiply in float8
     recipe: Float8Recipe = "tensorwise"
     has_float8_experts: bool = False
+    measure_every: int = 0  # steps after which layers of larger errors than `fallback_error` fall back
+    fallback_error: float = 0.0
     has_float8_wire: bool = False  # tokens reach experts in float8
     divides_last: bool = False  # divide by the token count after the head's backward, as a fused loss does
     rounds_moments: frozenset[str] = frozenset()  # states that are rounded to bfloat16 after every update
@@ -328,6 +337,7 @@ def add_gradients(
 ) -> float:
     """Add the gradients of (summed loss of `rows`) / `count` to the masters; return the summed loss."""
     chunk = {key: value[rows.start : rows.stop] for key, value in batch.items()}
+    fallback_of(model).begin(step)
     with seeded_forward(
         seed=exercise.train.seed,
         step=step,
@@ -363,6 +373,7 @@ def token_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Sequence[Batch]) -> float:
     model.eval()
+    fallback_of(model).finish()
     count = sum(int((batch["labels"] != -100).sum()) for batch in batches)
     total = sum(token_losses(model, batch).item() for batch in batches)
     model.train()
@@ -374,9 +385,12 @@ def prepare(model: nn.Module, precision: ReferencePrecision, split: BatchSplit) 
     layout = describe(model)
     model = _cast(model, precision)
     number_blocks(model, layout)
-    multiply_in_float8(model, precision.float8, precision.recipe)
+    has_fallback = precision.fallback_error > 0
+    fallback = Fallback(precision.measure_every, precision.fallback_error) if has_fallback else NO_FALLBACK
+    model.float8_fallback = fallback  # type: ignore[assignment]
+    multiply_in_float8(model, precision.float8, precision.recipe, fallback)
     if precision.has_float8_experts:
-        multiply_experts_in_float8(model, precision.recipe)
+        multiply_experts_in_float8(model, precision.recipe, fallback)
     if precision.has_float8_wire:
         round_inputs_of_experts(model)
     if precision.divides_last:

@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor, Shard
 from weft.comm.observer import wire_format
 from weft.core.precision import PrecisionPolicy
 from weft.engine.kernels.float8 import Float8Linear
-from weft.engine.kernels.float8_operands import E4M3, scale_of
+from weft.engine.kernels.float8_accuracy import is_measuring
+from weft.engine.kernels.float8_operands import E4M3, scale_of, whole_operand
 from weft.engine.kernels.triton_here import has_triton
 from weft.engine.precision import torch_dtype
 from weft.models.module_sources import module_sources
@@ -86,7 +87,11 @@ class Float8Gather:
     ) -> tuple[tuple[Tensor], None]:
         if self._is_stale:
             self._update_scales()
-        return (quantise_shard(self._shards[index], self._scales[index], self._compute),), None
+        shard = self._shards[index]
+        codes = quantise_shard(shard, self._scales[index], self._compute)
+        for layer in self._layers[index] if is_measuring() else ():
+            layer.scaling.compare("weight", shard.to(self._compute), whole_operand(codes, self._back[index]), rows=1)
+        return (codes,), None
 
     def _after(
         self,

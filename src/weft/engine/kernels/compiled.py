@@ -23,6 +23,7 @@ from torch._logging._internal import log_state, set_logs
 
 from weft.core.errors import DeviceError
 from weft.engine.activations.dropout import uses_randomness
+from weft.engine.kernels.float8_accuracy import is_measuring
 from weft.engine.wrap_forward import CompiledInside, Forward, is_wrapped, layers_inside, replace_own
 from weft.models.layout import ModelLayout
 
@@ -93,7 +94,7 @@ class _Compiled:
         self.failure = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._is_off:
+        if self._is_off or is_measuring():
             return self._own(*args, **kwargs)
         if self._has_any_rows:
             for tensor in (value for value in args if isinstance(value, torch.Tensor)):

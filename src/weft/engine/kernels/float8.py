@@ -15,17 +15,20 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.core.errors import DeviceError
 from weft.core.float8 import takes_float8
 from weft.core.float8_section import Float8, Float8Choice
 from weft.engine.activations.split_backward import LateGradient, SplitBackward
-from weft.engine.kernels.float8_experts import apply_to_experts
-from weft.engine.kernels.float8_operands import E4M3, E5M2, WHOLE, Sharing, codes_of, scale_of
+from weft.engine.kernels.float8_accuracy import Float8Layers, LayerAccuracy
+from weft.engine.kernels.float8_experts import apply_to_experts, names_of_experts
+from weft.engine.kernels.float8_operands import E4M3, E5M2, WHOLE, Role, Sharing, codes_of, scale_of, whole_operand
 from weft.engine.kernels.float8_scaling import Scaling, scaling_of
 from weft.engine.tp.context import TPContext
 from weft.engine.wrap_forward import is_wrapped, replace_own
@@ -35,28 +38,40 @@ FIRST_CAPABILITY = (8, 9)
 
 
 def apply_float8(
-    model: nn.Module, layout: ModelLayout, float8: Float8, *, tp: TPContext | None = None, device: torch.device
-) -> dict[str, bool]:
+    model: nn.Module,
+    layout: ModelLayout,
+    float8: Float8,
+    *,
+    full: ModelLayout,
+    tp: TPContext | None,
+    device: torch.device,
+) -> Float8Layers:
     """Every linear layer of the blocks by name, and whether it multiplies in float8 from now on; empty for "none".
 
-    The sizes of a layer decide: where speed matters, micro-batches have more rows than layers have columns.
+    The sizes of a layer decide: where speed matters, micro-batches have more rows than layers have columns. `full`: the
+    layout with the blocks of all stages.
     """
     chosen = chosen_linears(model, layout, float8.linears, tp=tp)
+    names = [*(name for name, _ in _linears(model, full)), *names_of_experts(model, full)]
+    layers = Float8Layers(float8, names, device=device)
     if any(chosen.values()):
         _require_float8(device)
+    layers.update(chosen)
     for name, is_chosen in chosen.items():
         if is_chosen:
-            _multiply_in_float8(model.get_submodule(name), name, float8, tp)
+            _multiply_in_float8(model.get_submodule(name), name, float8, tp, layers.accuracy_of(name))
     if float8.experts == "all":
         _require_float8(device)
-        chosen |= apply_to_experts(model, layout, float8.recipe, tp)
-    return chosen
+        layers.update(apply_to_experts(model, layout, float8.recipe, tp, layers.accuracy_of))
+    return layers
 
 
-def _multiply_in_float8(linear: Any, name: str, float8: Float8, tp: TPContext | None) -> None:
+def _multiply_in_float8(
+    linear: Any, name: str, float8: Float8, tp: TPContext | None, accuracy: LayerAccuracy | None
+) -> None:
     """The same parameters under the same names, with another forward."""
     linear.__class__ = Float8Linear
-    linear.scaling = scaling_of(f"{name}.weight", float8.recipe, tp)
+    linear.scaling = replace(scaling_of(f"{name}.weight", float8.recipe, tp), accuracy=accuracy)
     if is_wrapped(linear):
         replace_own(linear, lambda _: types.MethodType(Float8Linear.forward, linear))
 
@@ -99,6 +114,8 @@ class Float8Linear(nn.Linear):
 
     def product(self, input: Tensor) -> Tensor:
         """The output without the bias."""
+        if self.scaling.is_plain:
+            return F.linear(input, self.weight)
         rows = input.reshape(-1, input.shape[-1])
         gathered = None
         if self.gathered is not None and self.gathered_scale is not None:
@@ -114,7 +131,7 @@ def scaled_product(
     values, deferred = _for_split(rows, weight)
     if scaling.recipe != "tensorwise":
         return _ScaledProduct.apply(rows, values, scaling, deferred)  # type: ignore[no-any-return, no-untyped-call]
-    w, w_scale = gathered or quantise(weight.detach(), E4M3, scaling.sharing("NK"))
+    w, w_scale = gathered or _quantise(weight.detach(), "NK", "weight", scaling, rows=len(rows))
     return _Product.apply(rows, values, w, w_scale, scaling, deferred)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -168,7 +185,7 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, _: Tensor, w: Tensor, w_scale: Tensor, scaling: Scaling, deferred: Owner | None
     ) -> Tensor:
-        x, x_scale = quantise(rows, E4M3, scaling.sharing("MK"))
+        x, x_scale = _quantise(rows, "MK", "activation", scaling)
         ctx.save_for_backward(x, x_scale, w, w_scale)
         ctx.scaling, ctx.deferred = scaling, deferred
         return _multiply(x, w.t(), x_scale, w_scale, rows.dtype, is_fast=True)
@@ -177,7 +194,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *arriving: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         x, x_scale, w, w_scale = ctx.saved_tensors
         (gradient,) = arriving
-        g, g_scale = quantise(gradient, E5M2, ctx.scaling.sharing("MN"))
+        g, g_scale = _quantise(gradient, "MN", "gradient", ctx.scaling)
         d_rows = _multiply(g, _columns_first(w), g_scale, w_scale, gradient.dtype, is_fast=False)
 
         def of_weight(x: Tensor = x, x_scale: Tensor = x_scale) -> Tensor:
@@ -190,6 +207,14 @@ def quantise(values: Tensor, dtype: torch.dtype, sharing: Sharing = WHOLE) -> tu
     """`values` in `dtype`, and the factor that restores them; a tensor of zeros stays zero."""
     scale = scale_of(sharing.largest(values.abs().amax().float(), is_of_row=False), dtype)
     return codes_of(values, scale, dtype), scale.reciprocal()
+
+
+def _quantise(values: Tensor, dims: str, role: Role, scaling: Scaling, *, rows: int = 1) -> tuple[Tensor, Tensor]:
+    """An operand of a tensor-wise layer. `rows`: rows that a weight multiplies."""
+    codes, back = quantise(values, E5M2 if role == "gradient" else E4M3, scaling.sharing(dims))
+    if scaling.accuracy is not None:
+        scaling.compare(role, values, whole_operand(codes, back), rows=rows)
+    return codes, back
 
 
 def _columns_first(matrix: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ so a GPU waits for the numbers of rows.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from weft.core.float8 import takes_float8
 from weft.core.float8_section import Float8Recipe
 from weft.core.precision import E2M1, E4M3
 from weft.engine.ep.grouped import grouped_forward
+from weft.engine.kernels.float8_accuracy import LayerAccuracy
 from weft.engine.kernels.float8_scaling import Scaling, scaling_of
 from weft.engine.measure.seen import seen
 from weft.engine.router.counted import count_choices
@@ -28,15 +31,30 @@ _MATRICES = ("gate_up_proj", "up_proj", "down_proj")
 
 
 def apply_to_experts(
-    model: nn.Module, layout: ModelLayout, recipe: Float8Recipe, tp: TPContext | None
+    model: nn.Module,
+    layout: ModelLayout,
+    recipe: Float8Recipe,
+    tp: TPContext | None,
+    accuracy_of: Callable[[str], LayerAccuracy | None] = lambda _: None,
 ) -> dict[str, bool]:
     """Matrices of experts by name, and whether they multiply in float8 from now on."""
     found: dict[str, bool] = {}
+    for name, module in _modules_with_groups(model, layout):
+        found |= _apply(name, module, recipe, tp, accuracy_of)
+    return found
+
+
+def names_of_experts(model: nn.Module, layout: ModelLayout) -> list[str]:
+    """All matrices of experts, those without values on this rank too."""
+    modules = _modules_with_groups(model, layout)
+    return [f"{name}.{key}" for name, module in modules for key in _MATRICES if key in module._parameters]
+
+
+def _modules_with_groups(model: nn.Module, layout: ModelLayout) -> Iterator[tuple[str, nn.Module]]:
     for block in layout.blocks:
         for inner, module in model.get_submodule(block).named_modules():
             if has_groups(module):
-                found |= _apply(f"{block}.{inner}", module, recipe, tp)
-    return found
+                yield f"{block}.{inner}", module
 
 
 def has_groups(module: nn.Module) -> bool:
@@ -45,7 +63,13 @@ def has_groups(module: nn.Module) -> bool:
     return "down_proj" in module._parameters and all(hasattr(module, name) for name in names)
 
 
-def _apply(name: str, module: Any, recipe: Float8Recipe, tp: TPContext | None) -> dict[str, bool]:
+def _apply(
+    name: str,
+    module: Any,
+    recipe: Float8Recipe,
+    tp: TPContext | None,
+    accuracy_of: Callable[[str], LayerAccuracy | None],
+) -> dict[str, bool]:
     dims, shards = "KN" if module.is_transposed else "NK", tp.shards if tp is not None else {}
     scalings: dict[str, Scaling] = {}
     found = {}
@@ -56,7 +80,7 @@ def _apply(name: str, module: Any, recipe: Float8Recipe, tp: TPContext | None) -
         shape = shards[parameter].shape if parameter in shards else getattr(module, key).shape
         found[parameter] = takes_float8(shape[-1], shape[-2], "all")
         if found[parameter]:
-            scalings[key] = scaling_of(parameter, recipe, tp, dims=dims)
+            scalings[key] = replace(scaling_of(parameter, recipe, tp, dims=dims), accuracy=accuracy_of(parameter))
     if all(found.values()):
         module.own_product = ExpertProducts(scalings, is_transposed=module.is_transposed)
         wrap_own_forward(module, _SortedExperts(module))

@@ -61,6 +61,11 @@ class Operand:
         return values
 
 
+def whole_operand(codes: Tensor, scale: Tensor) -> Operand:
+    """Codes with one scale."""
+    return Operand(codes, scale.view(1, 1), (codes.shape[0], codes.shape[1]))
+
+
 @dataclass(frozen=True)
 class Sharing:
     """How tensor-parallel ranks share an operand: which of its dimensions they divide. Its scales are those of the
@@ -107,8 +112,7 @@ def codes_of(values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 def _by_tensor(values: Tensor, dtype: torch.dtype, sharing: Sharing) -> Operand:
     values = padded(values, 16)
     factor = scale_of(sharing.largest(values.abs().amax().float(), is_of_row=False), dtype)
-    rows, columns = values.shape
-    return Operand(codes_of(values, factor, dtype), factor.reciprocal().view(1, 1), (rows, columns))
+    return whole_operand(codes_of(values, factor, dtype), factor.reciprocal())
 
 
 def _by_row(values: Tensor, sharing: Sharing) -> Operand:

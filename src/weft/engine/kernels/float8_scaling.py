@@ -5,7 +5,7 @@ Dimensions are letters: M rows of activations, N outputs, K inputs; an operand i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from weft.core.errors import TensorParallelError
 from weft.core.float8 import BLOCKS
 from weft.core.float8_section import Float8Recipe
 from weft.core.shards import LocalShard
+from weft.engine.kernels.float8_accuracy import LayerAccuracy
 from weft.engine.kernels.float8_operands import Operand, Role, Sharing, quantise_operand
 from weft.engine.kernels.float8_products import multiply_operands
 from weft.engine.tp.activation_layout import ActivationLayout
@@ -33,12 +34,18 @@ class Scaling:
     group: dist.ProcessGroup | None = None
     divided: str = ""
     activations: ActivationLayout | None = None
+    accuracy: LayerAccuracy | None = field(default=None, compare=False)
 
     def here(self) -> Scaling:
         """The scaling at this point of a forward."""
         if self.activations is None:
             return self
-        return Scaling(self.recipe, self.group, "M" if self.activations.now == "stream" else "")
+        return Scaling(self.recipe, self.group, "M" if self.activations.now == "stream" else "", None, self.accuracy)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the layer fell back to unquantised products."""
+        return self.accuracy is not None and self.accuracy.is_plain
 
     def sharing(self, dims: str) -> Sharing:
         """How the ranks share an operand."""
@@ -55,7 +62,17 @@ class Scaling:
 
     def multiply(self, left: Factor, right: Factor, dtype: torch.dtype) -> Tensor:
         """left @ right^T in this recipe."""
-        return multiply_operands(self.operand(left), self.operand(right), self.recipe, dtype)
+        if self.is_plain:
+            return left[0] @ right[0].t()
+        operands = self.operand(left), self.operand(right)
+        for (values, _, role), operand in zip((left, right), operands, strict=True):
+            self.compare(role, values, operand, rows=len(left[0]))
+        return multiply_operands(*operands, self.recipe, dtype)
+
+    def compare(self, role: Role, values: Tensor, operand: Operand, *, rows: int) -> None:
+        """Add to the sums of a measured step. `rows`: rows that a weight multiplies."""
+        if self.accuracy is not None:
+            self.accuracy.add(role, values, operand, times=rows if role == "weight" else 1)
 
 
 def scaling_of(name: str, recipe: Float8Recipe, tp: TPContext | None, *, dims: str = "NK") -> Scaling:

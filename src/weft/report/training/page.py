@@ -55,7 +55,11 @@ def _sections(facts: TrainingFacts, folder: TrainingFolder) -> list[PageSection]
         ),
         PageSection(key="pipeline", title="Pipeline", content=pipeline_section(folder.pipeline)),
         PageSection(key="experts", title="Experts", content=chart_grid(draw_experts(folder))),
-        PageSection(key="precision", title="Precision", content=tables.dtypes(folder)),
+        PageSection(
+            key="precision",
+            title="Precision",
+            content=join([tables.dtypes(folder), tables.float8_accuracy(folder)]),
+        ),
         PageSection(key="coverage", title="Coverage", content=coverage(folder)),
         PageSection(key="checkpoints", title="Checkpoints", content=tables.checkpoints(folder)),
         PageSection(

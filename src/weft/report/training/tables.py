@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from weft.core.records import StepRecord
+from weft.core.records import OPERANDS, StepRecord
 from weft.core.units import format_bytes, format_count, format_seconds
 from weft.report.chart import readable
 from weft.report.fields import number, rows, table, word
@@ -39,6 +40,30 @@ def dtype_ok(row: dict[str, Any]) -> bool:
     """A component without a tensor is not wrong; its chip reads "not seen"."""
     asked = str(row.get("asked", "")).removeprefix("torch.")
     return bool(row.get("note")) or all(dtype == asked for dtype in _found(row))
+
+
+def float8_accuracy(folder: TrainingFolder) -> Markup:
+    """The layers with the largest quantisation errors of float8 products, and those that fell back."""
+    found = table(folder.ledger, "float8")
+    records = rows(found, "worst")
+    if not records:
+        return NOTHING
+    columns: dict[str, Callable[[dict[str, Any]], Markup]] = {
+        "layer": lambda row: tag("code", text(row.get("layer", "?"))),
+        "step": lambda row: shown(row.get("step"), "{:,.0f}".format),
+    }
+    for operand in OPERANDS:
+        for at, what in enumerate(("error", "overflow", "underflow")):
+            columns[f"{operand}: {what}"] = functools.partial(_share, operand, at)
+    fallen = [str(row.get("layer", "?")) for row in rows(found, "unquantised")]
+    sentence = f"Computed unquantised in the end: {', '.join(fallen)}." if fallen else "No layer fell back."
+    caption = f"Float8: the layers with the largest errors, of {found.get('num_layers', 0):,} measured"
+    return join([tag("p", text(sentence)), table_of(records, columns, caption=caption, numeric=range(1, 11))])
+
+
+def _share(operand: str, at: int, row: dict[str, Any]) -> Markup:
+    figures = row.get(operand)
+    return shown(figures[at], "{:.2%}".format) if isinstance(figures, list) and len(figures) == 3 else DASH
 
 
 def checkpoints(folder: TrainingFolder) -> Markup:
@@ -76,8 +101,8 @@ def sampled_steps(steps: Sequence[StepRecord]) -> Markup:
         "step time": lambda step: shown(step.step_s, format_seconds, missing=DASH),
     }
     caption = f"{len(picked)} of {len(steps):,} steps; all of them are in metrics.jsonl"
-    table = table_of([steps[index] for index in picked], columns, caption=caption, numeric=range(7))
-    return fold(text("Steps in numbers"), table)
+    drawn = table_of([steps[index] for index in picked], columns, caption=caption, numeric=range(7))
+    return fold(text("Steps in numbers"), drawn)
 
 
 def _found(row: dict[str, Any]) -> list[str]:

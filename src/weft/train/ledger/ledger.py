@@ -158,6 +158,7 @@ def build_ledger(
         "prediction": _prediction_facts(prediction) if prediction else None,
         "remarks": [*remarks, *(prediction.notes if prediction else ())],
         "warnings": list(warnings),
+        "float8": engine.float8.summary(),
         "fast_path": [record.as_dict() for record in fast_path(engine)],
         "dtypes": [asdict(record) for record in engine.dtypes()],
         "coverage": [asdict(record) for record in engine.coverage()],

@@ -11,6 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from weft.core.agreement import format_error, has_guessed_times, memory_row, time_row
+from weft.core.records import OPERANDS
 from weft.core.terms import TimeTerm
 from weft.core.units import format_bytes, format_seconds
 
@@ -31,6 +32,18 @@ def cost_table(ledger: dict[str, Any]) -> Table:
     table.add_column("error", justify="right")
     for name, row, show in lines:
         table.add_row(name, *(_shown(row.get(side), show) for side in sides), _error(row))
+    return table
+
+
+def accuracy_table(found: dict[str, Any], *, num_rows: int = 5) -> Table:
+    """The layers with the largest quantisation errors, each with its worst operand."""
+    rows = found["worst"][:num_rows]
+    table = Table(title=f"float8: worst {len(rows)} of {found['num_layers']} layers", title_justify="left")
+    for heading in ("layer", "operand", "error", "overflow", "underflow"):
+        table.add_column(heading, justify="left" if heading in ("layer", "operand") else "right")
+    for row in rows:
+        operand = max((one for one in OPERANDS if one in row), key=lambda one: row[one][0])
+        table.add_row(row["layer"], operand, *(f"{figure:.2%}" for figure in row[operand]))
     return table
 
 

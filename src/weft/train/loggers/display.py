@@ -15,8 +15,10 @@ from weft.core.agreement import GUESSED_TIMES, has_guessed_times
 from weft.core.records import DtypeRecord, EvalRecord, StepRecord
 from weft.core.units import format_bytes, format_count, format_seconds
 from weft.data.preview import Preview
-from weft.train.ledger.table import cost_table
+from weft.train.ledger.table import accuracy_table, cost_table
 from weft.train.loggers.step_progress import StepProgress
+
+MOST_LINES = 8  # on layers that fall back in one step
 
 
 class Display(StepProgress):
@@ -24,6 +26,19 @@ class Display(StepProgress):
 
     def step(self, record: StepRecord) -> None:
         self.advance(record.step, step_figures(record), step_s=record.step_s)
+        self.fallback(record)
+
+    def fallback(self, record: StepRecord) -> None:
+        """Name the layers that compute unquantised from the next step on."""
+        fallen, found = record.float8_fallback or (), record.float8_layers or {}
+        for name in fallen[:MOST_LINES]:
+            operand, figures = max(found[name].items(), key=lambda item: item[1][0])
+            self.line(
+                f"float8: {name} computes unquantised from step {record.step + 1} on: error {figures[0]:.1%} of its "
+                f"{operand}, {figures[2]:.1%} of it become 0"
+            )
+        if len(fallen) > MOST_LINES:
+            self.line(f"float8: so do {len(fallen) - MOST_LINES} more layers, see metrics.jsonl")
 
     def data(self, preview: Preview) -> None:
         """Print the counts and one row: colours show the tokens with a loss, brackets where there are none."""
@@ -74,6 +89,14 @@ class Display(StepProgress):
         techniques = ledger.get("fast_path", [])
         if any(row["on"] for row in techniques if row["technique"] == "compiled blocks"):
             self.line("fast path: " + techniques_phrase(techniques))
+
+    def float8(self, found: dict[str, Any] | None) -> None:
+        """Print the layers with the largest quantisation errors, if they were measured."""
+        if not found or not found["worst"]:
+            return
+        self.console.print(accuracy_table(found))
+        if found["unquantised"]:
+            self.line(f"float8: {len(found['unquantised'])} layers fell back to unquantised products")
 
     def pipeline(self, figures: dict[str, Any]) -> None:
         """Print one line: the share of idle time of the pipeline's ranks."""

@@ -74,6 +74,9 @@ def _scalars(record: StepRecord) -> dict[str, float | None]:
         "experts/dropped_share": record.dropped_share,
         "router/balance_loss": record.router_balance_loss,
         "router/z_loss": record.router_z_loss,
+        "float8/error": record.float8_error,
+        "float8/overflow": record.float8_overflow,
+        "float8/underflow": record.float8_underflow,
         **{
             f"evaluation/{name}/{key}": value
             for name, found in (record.evaluations or {}).items()

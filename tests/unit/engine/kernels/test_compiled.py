@@ -228,3 +228,18 @@ def test_a_function_of_any_rows_has_one_graph() -> None:
 
 def _double(rows: torch.Tensor) -> torch.Tensor:
     return 2 * rows
+
+
+@pytest.mark.extended
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")  # torch's own tracing
+def test_operands_are_measured_without_the_graph_and_layers_fall_back_inside_it() -> None:
+    float8 = {"linears": "all", "measure_every": 2, "fallback_error": 0.01}
+    tables = {"precision": {"preset": "bf16"}, "float8": float8, "compile": {"enabled": True}}
+    eager, engine = (
+        build_engine("qwen3-tied", {**tables, "compile": {"enabled": False}}),
+        build_engine("qwen3-tied", tables),
+    )
+    assert losses(engine) == pytest.approx(losses(eager), rel=SAME_STEP_REL)
+    assert engine.float8.scalars() == eager.float8.scalars()
+    assert set(engine.float8.scalars().values()) == {2}
+    assert is_compiled(engine)[0], is_compiled(engine)[1]

@@ -81,3 +81,12 @@ def test_sampled_steps_hold_the_first_and_the_last(whole_folder: Write) -> None:
     assert f"{steps[0].loss:.4f}" in markup
     assert f"{steps[-1].loss:.4f}" in markup
     assert tables.sampled_steps([]) == ""
+
+
+def test_the_worst_float8_layers_are_shown_where_they_were_measured(folder_of: Any) -> None:
+    assert tables.float8_accuracy(folder_of()) == ""
+    row = {"layer": "layers.0.q_proj", "step": 4, "weight": [0.5, 0.25, 0.125]}
+    found = {"num_layers": 14, "worst": [row], "unquantised": [{"layer": "layers.0.q_proj", "step": 4}]}
+    markup = tables.float8_accuracy(folder_of(float8=found))
+    for part in ("50.00%", "25.00%", "12.50%", "of 14 measured", "unquantised in the end: layers.0.q_proj"):
+        assert part in markup

@@ -97,3 +97,25 @@ def test_figures_of_special_steps() -> None:
 def test_a_mixture_shows_load_and_drops() -> None:
     assert "expert load 1.50x  1" in step_figures(record(1, expert_load=1.5))
     assert "expert load 1.50x, 12.5% dropped  1" in step_figures(record(1, expert_load=1.5, dropped_share=0.125))
+
+
+def test_layers_that_fall_back_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    display = Display(is_speaking=True, total_steps=20, every=10)
+    row = {"input": [0.02, 0.0, 0.0], "weight": [0.5, 0.0, 0.4]}
+    names = tuple(f"layers.{at}.q_proj" for at in range(10))
+    display.start(done=0)
+    display.step(record(4, float8_fallback=names, float8_layers=dict.fromkeys(names, row)))
+    display.stop()
+    worst = [{"layer": name, "step": 4, **row} for name in names]
+    unquantised = [{"layer": name, "step": 4} for name in names]
+    display.float8({"num_layers": 14, "worst": worst, "unquantised": unquantised, "limit": 0.2})
+    display.float8(None)
+    lines = capsys.readouterr().err.splitlines()
+    assert (
+        "float8: layers.0.q_proj computes unquantised from step 5 on: error 50.0% of its weight, 40.0% of it"
+        in lines[0]
+    )
+    assert lines[8] == "float8: so do 2 more layers, see metrics.jsonl"
+    assert any("worst 5 of 14 layers" in line for line in lines)
+    assert "50.00%" in " ".join(lines)
+    assert lines[-1] == "float8: 10 layers fell back to unquantised products"
