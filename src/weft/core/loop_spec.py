@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from weft.core.config import Section
 
@@ -21,9 +21,34 @@ class LoopKeys(Section):
         description="evaluations without improvement after which the run ends, of the set of checkpoint.keep_best, "
         "else 'held-out'; 0 is off",
     )
+    on_bad_step: Literal["stop", "skip", "rewind"] | None = Field(
+        default=None,
+        description="if the loss or the gradient norm of a step is not finite, or the loss is a spike: stop (save the "
+        "state before the step, end the run) | skip (make no update, go on) | rewind (load the last checkpoint, go on "
+        "with the batch after the bad one); decided before the update, for which the host waits in each step; absent: "
+        "a loss or norm that is not finite ends the run after its update",
+    )
+    max_rewinds: int = Field(default=3, ge=1, description="rewinds of on_bad_step before the run ends, at least 1")
+    spike_factor: float = Field(
+        default=0.0,
+        ge=0,
+        description="with on_bad_step: a loss above this times the median of the last losses is bad too; 0 is off, "
+        "else above 1",
+    )
+    spike_window: int = Field(
+        default=64, ge=2, description="good steps whose losses that median is of; 8 at least count"
+    )
     stop_delta: float = Field(
         default=0.0, ge=0, description="the least decrease of the loss that counts as an improvement, for that"
     )
+
+    @model_validator(mode="after")
+    def _spikes_are_acted_on(self) -> Self:
+        if self.spike_factor and self.spike_factor <= 1:
+            raise ValueError("spike_factor is 0, or above 1")
+        if self.spike_factor and self.on_bad_step is None:
+            raise ValueError("spike_factor needs on_bad_step: stop, skip or rewind")
+        return self
 
 
 class EvaluationSpec(Section):

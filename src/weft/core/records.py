@@ -27,7 +27,8 @@ class StepRecord:
     tokens_per_s: float = 0.0
     peak_memory_bytes: int = 0
     reserved_memory_bytes: int | None = None  # GPUs only: the allocator's peak, with memory that no tensor uses
-    skipped: bool = False  # fp16 only: the scaled gradients overflowed, no update was made
+    skipped: bool = False  # no update was made: scaled gradients of fp16 overflowed, or the step was bad
+    bad_step: str | None = None  # why the step was bad, by train.on_bad_step
     loss_scale: float | None = None
     eval_loss: float | None = None  # of the held-out documents
     evaluations: dict[str, EvalRecord] | None = None  # of [[data.evaluation]], by name

@@ -7,6 +7,7 @@ is in a row: `rows`.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,12 @@ class Loader:
         batch = self.rows.read(rows)
         batch["labels"][np.repeat(filler, self.rows.per_sample)] = IGNORED
         return {name: torch.from_numpy(values) for name, values in batch.items()}
+
+    def whole_batch(self, position: int) -> dict[str, torch.Tensor]:
+        """The rows of all ranks, for inspection."""
+        alone = copy.copy(self)
+        alone.dp_rank, alone.dp_degree = 0, 1
+        return alone.batch(position)
 
     def rows_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """The row of each sample."""

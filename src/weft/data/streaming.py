@@ -8,6 +8,7 @@ first sample, cursor): `state`, which checkpoints keep. Held-out documents are o
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +113,12 @@ class StreamingLoader:
         parts = [self._read(int(sample)) for sample in samples]
         self._forget(position)
         return {key: torch.from_numpy(np.concatenate([part[key] for part in parts])) for key in parts[0]}
+
+    def whole_batch(self, position: int) -> dict[str, torch.Tensor]:
+        """The rows of all ranks, for inspection."""
+        alone = copy.copy(self)
+        alone.dp_rank, alone.dp_degree = 0, 1
+        return alone.batch(position)
 
     def epochs(self, position: int) -> dict[str, float]:
         """Whole passes over the data; how long a pass is, is known only at its end."""

@@ -207,6 +207,7 @@ class Engine(EngineState):
             return loss_sum * factors[index if len(factors) > 1 else 0]
 
         self.runner.train(forward, microbatches, self.strategy, timer, self.updates.begin_step())
+        self.guard.see_loss(total, weights)
         return total, weights.sum()
 
     def _weights(self, batch: Batch, microbatches: Sequence[Batch]) -> torch.Tensor:

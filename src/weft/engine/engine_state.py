@@ -28,6 +28,7 @@ from weft.engine.ownership import LocalShards
 from weft.engine.precision import LossScale
 from weft.engine.router.routers import Routers
 from weft.engine.state import MODEL, OPTIMIZER, master_tensors, meta_read, state_tensors
+from weft.engine.step_guard import NoGuard
 from weft.engine.updates import Updates
 from weft.models.adapter.lora import names_elsewhere
 from weft.models.layout import ModelLayout
@@ -53,6 +54,7 @@ class EngineState:
     inputs: KeptInputs
     steps_done: int
     strategy: Strategy
+    guard: NoGuard = NoGuard()  # asked before every update
 
     @property
     def masters(self) -> Mapping[nn.Parameter, torch.Tensor]:

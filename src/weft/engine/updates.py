@@ -36,7 +36,7 @@ class Updates:
         return None
 
     def finish_step(self) -> tuple[torch.Tensor, bool]:
-        """The norm before clipping, and whether an overflow skipped the update."""
+        """The norm before clipping, and whether an overflow or a bad step skipped the update."""
         engine = self.engine
         engine.is_updating = True
         engine.axes.sum_gradients(engine.trained)
@@ -91,6 +91,8 @@ class Updates:
         if engine.offload is not None:
             engine.offload.memory.begin_update()
         norm = engine.gradient_norm() / engine.loss_scale.value
+        if engine.guard.refuses(norm):
+            return norm, True
         if engine.loss_scale.enabled:
             is_finite = read_is_finite(norm)
             scale = engine.loss_scale.value

@@ -132,6 +132,23 @@ def _copy_reasons(plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
         yield "checkpoint.memory_every with states in files is not executed: offload.durable = 'step' keeps them", hint
 
 
+def _bad_step_reasons(plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
+    """An update can be refused before it is made, and a rewind finds the states of its checkpoint."""
+    policy = run.train.on_bad_step if run is not None else None
+    if run is None or policy is None:
+        return
+    hint = "leave train.on_bad_step out: a loss that is not finite then ends the run"
+    if plan.has_delayed_updates:
+        yield f"train.on_bad_step with {plan.delayed_by} is not executed: weights change before a loss is known", hint
+    if plan.offload.optimizer == "nvme":
+        yield "train.on_bad_step with states in files (offload.optimizer = 'nvme') is not executed", hint
+    if policy == "rewind" and run.checkpoint.memory_every:
+        yield (
+            "train.on_bad_step = 'rewind' with checkpoint.memory_every is not executed: the copies would be newer",
+            "set checkpoint.memory_every = 0, or train.on_bad_step to skip or stop",
+        )
+
+
 def _data_reasons(_plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
     """There is an objective for the rows of the run."""
     if run is not None and run.data.format == "preference":
@@ -164,6 +181,7 @@ RULES = (
     LegalityRule("offload", NotBuiltError, _offload_reasons),
     LegalityRule("optimizer", NotBuiltError, _optimizer_reasons),
     LegalityRule("copies", NotBuiltError, _copy_reasons),
+    LegalityRule("bad steps", NotBuiltError, _bad_step_reasons),
     LegalityRule("data", NotBuiltError, _data_reasons),
 )
 

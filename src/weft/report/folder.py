@@ -24,6 +24,7 @@ from weft.report.series import Numbered
 METRICS, LEDGER, RUN, PLAN = "metrics.jsonl", "ledger.json", "run.toml", "plan.toml"
 PIPELINE = "pipeline.json"  # only of trainings with a pipeline
 EXPERTS = "experts.jsonl"  # only of mixtures of experts
+BAD_STEPS = "bad_steps.jsonl"  # only of runs with a loss that was not finite, or a spike
 SERVER = "server.json"  # only of runs on parameter servers; written at every evaluation and snapshot
 
 Step = TypeVar("Step", bound=Numbered)
@@ -70,6 +71,7 @@ class RunRecords(Generic[Step]):
     changes: tuple[ReportedChange, ...] = ()
     servers: dict[str, Any] = field(default_factory=dict)  # of server.json
     experts: tuple[ExpertLoads, ...] = ()  # of a mixture of experts
+    bad_steps: tuple[dict[str, Any], ...] = ()
 
 
 TrainingFolder = RunRecords[StepRecord]
@@ -101,6 +103,7 @@ def read_folder(run_dir: Path) -> TrainingFolder:
         pipeline=pipeline,
         changes=changes,
         experts=_read_experts(run_dir / EXPERTS),
+        bad_steps=read_lines(run_dir / BAD_STEPS),
     )
 
 
@@ -205,6 +208,15 @@ def read_metrics(path: Path, remarks: list[str], *, parse: Callable[[str], Step 
 def _read_experts(path: Path) -> tuple[ExpertLoads, ...]:
     """Remarks on its steps would repeat those on metrics.jsonl."""
     return read_metrics(path, [], parse=_parse_experts).steps if path.exists() else ()
+
+
+def read_lines(path: Path) -> tuple[dict[str, Any], ...]:
+    """The lines with a step of a file that may be missing, in their order."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ()
+    return tuple(found for found in map(step_fields, lines) if found is not None)
 
 
 def _parse_experts(line: str) -> ExpertLoads | None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +28,9 @@ from weft.core.terms import TimeTerm
 from weft.engine.kernels.compiled import RecompileWatch, failures
 from weft.engine.measure.timer import StepTimer
 from weft.engine.pending import PendingStep
+from weft.engine.step_guard import BadStep
 from weft.train.allocator_gap import GapWatch, read_allocator
+from weft.train.bad_steps import BadSteps
 from weft.train.best import BestEvaluation
 from weft.train.build import Workbench
 from weft.train.ledger.ledger import peak_memory_bytes
@@ -77,8 +80,10 @@ class TrainingLoop:
         is_saved: bool = True,
         callbacks: Sequence[StepCallback] = (),
         watched: Mapping[str, Any] | None = None,
+        folder: Path | None = None,
     ) -> None:
-        """`is_saved`: the engine's state is on a disk too, or new. `watched`: of the checkpoint that was resumed."""
+        """`is_saved`: the engine's state is on a disk too, or new. `watched`: of the resumed checkpoint. `folder`: of
+        the run, on rank 0."""
         self._callbacks, self._is_stopping = callbacks, False  # all ranks hear of a stop with the next step
         self.run_spec = run
         self.engine = bench.engine
@@ -92,7 +97,8 @@ class TrainingLoop:
         self.copies = copies
         self.outcome = LoopOutcome()
         self.best, self._is_best = BestEvaluation.of(run), False
-        self.best.restore((watched or {}).get("best"))
+        self.bad_steps = BadSteps(run, bench, folder)
+        self._restore(watched)
         # A GPU runs ahead while the previous step's numbers are reduced; so do stages of a pipeline without flushes.
         self._resolve_late = self.engine.device.type == "cuda" or self.engine.updates.is_delayed
         self._last_saved = self.engine.steps_done if is_saved else store.newest_step() or 0
@@ -123,6 +129,9 @@ class TrainingLoop:
     def _run(self) -> LoopOutcome:
         pending: PendingStep | None = None
         stopping = bool(self.best.ending)
+        if self.bad_steps.policy == "rewind" and self.engine.steps_done == 0:
+            with phase("saving a checkpoint", is_slow=True):
+                self._save(asynchronous=False)  # a rewind always has a checkpoint
         while not stopping and self.engine.steps_done < self.run_spec.train.steps and self._has_data():
             current = self._train_step()
             if not self._resolve_late:
@@ -154,6 +163,7 @@ class TrainingLoop:
         if self.measuring.is_active:
             self._last_measured = step
         # The first step compiles, by stages one after the other.
+        self.bad_steps.begin()
         with phase(f"step {step}", is_slow=self.outcome.steps == 0), self.measuring.step():
             pending = self.engine.step_nowait(
                 batch, learning_rate=rate, vote_stop=self.stop.requested or self._is_stopping
@@ -188,7 +198,12 @@ class TrainingLoop:
             self.display.line(warning)
         self._count_seconds(pending)
         self.outcome.steps += 1
-        self._require_finite(record)
+        if (bad := self.bad_steps.found) is not None and bad.step == record.step:
+            record = dataclasses.replace(record, bad_step=bad.reason)
+            if self._handle_bad(bad):
+                return False
+        else:
+            self._require_finite(record)
         if self._is_evaluation(record.step) and not wants_stop:
             if record.step == self.run_spec.train.steps and self.engine.plan.offload.delayed:
                 self.engine.updates.restart()  # the last evaluation is of the weights that are saved
@@ -238,7 +253,7 @@ class TrainingLoop:
                 self.copies.take(*self._state_and_meta(), step=self.engine.steps_done)
                 self._before = None
             is_due = self._is_checkpoint(self.engine.steps_done) or self._is_kept_best
-            if not stopping and is_due:
+            if not stopping and is_due and self._last_saved != self.engine.steps_done:
                 self._save(asynchronous=self.run_spec.checkpoint.asynchronous)
                 self._before = None
 
@@ -269,7 +284,13 @@ class TrainingLoop:
     def _consumed(self, samples: int) -> dict[str, Any]:
         """The run, its data, and the place in it after so many samples."""
         place = {"samples": samples, "stream": self.bench.training.state(samples)}
-        return {**place, "watched": {"best": self.best.state()}, **self._described}
+        watched = {"best": self.best.state(), "bad_steps": self.bad_steps.state()}
+        return {**place, "watched": watched, **self._described}
+
+    def _restore(self, watched: Mapping[str, Any] | None) -> None:
+        """Continue with the evaluations and losses of a checkpoint."""
+        self.best.restore((watched or {}).get("best"))
+        self.bad_steps.restore((watched or {}).get("bad_steps"))
 
     def _evaluated(self, record: StepRecord) -> StepRecord:
         """The record with the losses of all evaluation sets."""
@@ -309,15 +330,61 @@ class TrainingLoop:
 
     def _is_pause(self, step: int) -> bool:
         """Whether the engine's state is read after this step, so that nothing may be in flight."""
-        return self._is_checkpoint(step) or self._is_evaluation(step) or self._is_copied(step)
+        is_bad = self.bad_steps.found is not None
+        return is_bad or self._is_checkpoint(step) or self._is_evaluation(step) or self._is_copied(step)
+
+    def _handle_bad(self, bad: BadStep) -> bool:
+        """Skip, rewind or stop; whether the step is to be made again."""
+        steps = self.bad_steps
+        first_sample = self.samples - self.run_spec.train.global_batch
+        steps.undo()
+        steps.forget()
+        if steps.policy == "skip":
+            steps.num_skipped += 1
+            kept = steps.keep(bad, first_sample=first_sample, action="skip")
+            self.display.line(f"warning: step {bad.step} made no update: {bad.reason}; {kept}")
+            return False
+        if steps.may_rewind:
+            self._rewind(bad, steps.keep(bad, first_sample=first_sample, action="rewind"))
+            return True
+        kept = steps.keep(bad, first_sample=first_sample, action="stop")
+        self.engine.steps_done, self.samples = bad.step - 1, first_sample
+        with phase("saving the last checkpoint", is_slow=True):
+            if self._last_saved != self.engine.steps_done:
+                self._save(asynchronous=False)
+            self.store.wait()
+        raise steps.error(bad, kept, saved=self._resume_hint().rstrip("."))
+
+    def _rewind(self, bad: BadStep, kept: str) -> None:
+        """Load the newest checkpoint; the data goes on after the bad batch. Collective."""
+        self.bad_steps.num_rewinds += 1
+        with phase("going back to the last checkpoint", is_slow=True):
+            self.store.wait()
+            loaded = self.store.load(self.engine.state())
+            self.engine.restore_meta(loaded.meta)
+        self._restore(loaded.meta["watched"])
+        self.metrics.rewind(loaded.step)
+        self._last_saved, self._before = loaded.step, None
+        count = f"rewind {self.bad_steps.num_rewinds} of {self.run_spec.train.max_rewinds}"
+        self.display.line(
+            f"warning: step {bad.step} made no update: {bad.reason}; {kept}; the run goes back to step {loaded.step}"
+            f" and on with sample {self.samples} ({count})"
+        )
 
     def _require_finite(self, record: StepRecord) -> None:
         # A skipped fp16 step has an infinite norm; no loss scale can repair a loss that is not finite.
         if math.isfinite(record.loss) and (math.isfinite(record.grad_norm) or record.skipped):
             return
         what = "loss" if not math.isfinite(record.loss) else "gradient norm"
+        batch_rows = self.run_spec.train.global_batch
+        first_sample = self.samples - (self.engine.steps_done - record.step + 1) * batch_rows
+        bad = BadStep(
+            step=record.step, loss=record.loss, grad_norm=record.grad_norm, reason=f"the {what} is not finite"
+        )
+        kept = self.bad_steps.keep(bad, first_sample=first_sample, action="end")
         raise NumbersError(
-            f"the {what} of step {record.step} is not finite: loss {record.loss}, gradient norm {record.grad_norm}",
+            f"the {what} of step {record.step} is not finite: loss {record.loss}, gradient norm {record.grad_norm};"
+            f" {kept}",
             hint="lower train.learning_rate or raise train.warmup_steps, then --resume from the last checkpoint",
         )
 

@@ -6,6 +6,7 @@ cloudpickle; those of importable modules by name.
 
 from __future__ import annotations
 
+import copy
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -85,7 +86,7 @@ class OwnRows:
                 hint=f"set train.global_batch to a multiple of {dp_degree}",
             )
         self._data, self._seed, self._share = rows, seed, global_batch // dp_degree
-        self._dp_rank = dp_rank
+        self._dp_rank, self._dp_degree = dp_rank, dp_degree
         self.num_rows = len(rows)
         self._total = None if epochs is None else epochs * self.num_rows
 
@@ -101,6 +102,12 @@ class OwnRows:
 
     def restore(self, state: dict[str, Any] | None) -> None:
         """Continue at a state."""
+
+    def whole_batch(self, position: int) -> dict[str, torch.Tensor]:
+        """The rows of all ranks, for inspection."""
+        alone = copy.copy(self)
+        alone._dp_rank, alone._share = 0, self._share * self._dp_degree
+        return alone.batch(position)
 
     def batch(self, position: int) -> dict[str, torch.Tensor]:
         """This rank's rows of the global batch that begins at sample `position`."""

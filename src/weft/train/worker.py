@@ -149,6 +149,7 @@ def _train(
         is_saved=resumed.is_saved,
         callbacks=parts.callbacks,
         watched=resumed.watched,
+        folder=folder.path if process.is_main else None,
     )
     started = datetime.now(UTC).isoformat(timespec="seconds")
     outcome = _run_loop(loop, scene, display, metrics, done=bench.engine.steps_done)
@@ -159,6 +160,7 @@ def _train(
         "steps": bench.engine.steps_done,
         "ended": outcome.ending or None,
         "best": loop.best.facts(),
+        "bad_steps": {"skipped": loop.bad_steps.num_skipped, "rewinds": loop.bad_steps.num_rewinds},
         "resumed_from": resumed_from,
         "no_evaluation": bench.no_evaluation or None,
         "epochs": bench.training.epochs(loop.samples),

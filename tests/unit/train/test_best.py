@@ -26,6 +26,7 @@ WATCHED = {
     "evaluation": {"every": 1, "batches": 1},
     "checkpoint": {"every": 2, "keep": 1, "keep_best": "held-out"},
     "logging.tensorboard": False,
+    "ledger": {"measure": False, "dry_run": False},
 }
 LOSSES = {1: 5.0, 2: 4.0, 3: 3.0, 4: 3.5, 5: math.nan}  # later ones: 3.2
 

@@ -21,6 +21,7 @@ from weft.train.folder.changes import changes_between, require_named
 from weft.train.ranks.process import leave
 
 LENGTH = 32
+QUICK = {"measure": False, "dry_run": False}
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def test_each_set_has_the_loss_of_its_own_rows(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sets = write_sets(tmp_path)
-    settings = {"train.steps": 4, "evaluation.every": 2, "data.evaluation": sets}
+    settings = {"train.steps": 4, "evaluation.every": 2, "data.evaluation": sets, "ledger": QUICK}
     ledger = train_here(tmp_path / "run", corpus, settings)
     lines = metrics(tmp_path / "run")
     assert [line["step"] for line in lines if "evaluations" in line] == [2, 4]

@@ -127,6 +127,13 @@ class BufferSnapshot:
             for place in chosen:
                 slots[place].put(live[place])
 
+    def restore(self) -> None:
+        """Put the snapshot's values back, for good."""
+        slots = self._changes.slots
+        for place in self._places:
+            if place in self._changes.changing:
+                slots[place].put(self._value(place, slots[place].value))
+
     def _value(self, place: int, live: Tensor | None) -> Tensor | None:
         if place in self._values:
             return _clone(self._values[place])

@@ -46,7 +46,9 @@ def _sections(facts: TrainingFacts, folder: TrainingFolder) -> list[PageSection]
     documents = [document(PLAN, folder.plan_text), document(RUN, folder.run_text)]
     return [
         PageSection(
-            key="curves", title="Curves", content=join([curves, evaluation_table(steps), tables.sampled_steps(steps)])
+            key="curves",
+            title="Curves",
+            content=join([curves, evaluation_table(steps), tables.bad_steps(folder), tables.sampled_steps(steps)]),
         ),
         PageSection(
             key="costs",

@@ -85,6 +85,19 @@ def checkpoints(folder: TrainingFolder) -> Markup:
     return join([*(tag("p", text(sentence)) for sentence in sentences), written])
 
 
+def bad_steps(folder: TrainingFolder) -> Markup:
+    """The steps whose loss was not finite or a spike, with their batches; nothing without one."""
+    columns = {
+        "step": lambda row: shown(row.get("step"), "{:,.0f}".format),
+        "reason": lambda row: text(row.get("reason", "?")),
+        "loss": lambda row: shown(row.get("loss"), "{:.4g}".format, missing=DASH),
+        "gradient norm": lambda row: shown(row.get("grad_norm"), "{:.4g}".format, missing=DASH),
+        "action": lambda row: text(row.get("action", "?")),
+        "batch": lambda row: tag("code", text(row.get("batch", "?"))),
+    }
+    return table_of(folder.bad_steps, columns, caption="Bad steps", numeric=(0, 2, 3)) if folder.bad_steps else NOTHING
+
+
 def sampled_steps(steps: Sequence[StepRecord]) -> Markup:
     """A few steps in numbers, the first and the last among them, for readers who cannot see the charts."""
     if not steps:

@@ -28,7 +28,7 @@ from weft.train.folder.run_folder import LOGS_NAME, RunFolder, require_run
 
 _DOCUMENTS: dict[str, type[Document]] = {"run.toml": RunSpec, "plan.toml": Plan}
 _NAMES = frozenset(
-    {"metrics.jsonl", "checkpoints", "tensorboard", "model", "history", "offload"}
+    {"metrics.jsonl", "checkpoints", "tensorboard", "model", "history", "offload", "bad_steps", "bad_steps.jsonl"}
 )  # of a run without a finished step
 _DRAFTS = frozenset({"run.tmp", "plan.tmp", "metrics.tmp"})
 

@@ -127,7 +127,7 @@ def techniques_phrase(rows: list[dict[str, Any]]) -> str:
 def step_figures(record: StepRecord) -> str:
     loss = f"loss {record.loss:.4f}" + (f" (held-out {record.eval_loss:.4f})" if record.eval_loss is not None else "")
     speed = f"{format_count(record.tokens_per_s)} tokens/s"
-    skipped = "  skipped: overflow" if record.skipped else ""
+    skipped = f"  skipped: {record.bad_step or 'overflow'}" if record.skipped else ""
     load = f"  expert load {record.expert_load:.2f}x" if record.expert_load is not None else ""
     load += f", {record.dropped_share:.1%} dropped" if record.dropped_share is not None else ""
     return f"{loss}  norm {record.grad_norm:.3f}{load}  {speed}  {format_bytes(record.peak_memory_bytes)}{skipped}"

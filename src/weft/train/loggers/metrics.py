@@ -47,6 +47,16 @@ class MetricsWriter:
         if self._experts is not None:
             self._experts.append(loads)
 
+    def rewind(self, step: int) -> None:
+        """Drop everything after `step`: these steps are made again."""
+        self.records = [record for record in self.records if record.step <= step]
+        if self._file is not None and self._file.path.exists():
+            self._file.drop_after(step)
+        if self._experts is not None and self._experts.path.exists():
+            self._experts.drop_after(step)
+        if self._tensorboard is not None:
+            self._tensorboard.close()  # the next value opens a file that hides later steps of this one
+
     def close(self, *, is_finished: bool = False) -> None:
         if self._tensorboard is not None:
             self._tensorboard.close()
