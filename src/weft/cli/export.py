@@ -72,18 +72,15 @@ def export(
 
     A run with [adapter] is written in PEFT's format, the adapter alone, unless --merge is given.
     """
-    if (out is None) != compare:
-        raise InputError("give --out FOLDER, or --compare", hint="--compare measures all formats and keeps no folder")
-    if compare and (weights or calibrate or dtype):
-        raise InputError("--compare takes every format", hint="leave --format, --calibrate and --dtype out")
-    if compare and not evaluate_rows:
-        raise InputError("--compare needs rows to measure", hint="give --evaluate-rows at least 1")
-    if calibrate and weights is None:
-        raise InputError("--calibrate is for low-bit weights", hint="add --format int4 or another format")
-    if calibrate and weights and weights.startswith("gguf"):
-        raise InputError("weights of GGUF files are rounded to nearest", hint="leave --calibrate out, or take int4")
-    if best and step is not None:
-        raise InputError("--best and --step name two checkpoints", hint="give one of them")
+    _require_options_agree(
+        has_out=out is not None,
+        compare=compare,
+        is_measured=evaluate_rows > 0,
+        weights=weights,
+        calibrate=calibrate,
+        dtype=dtype,
+        names_two=best and step is not None,
+    )
     from weft.core.quiet import quiet_libraries
 
     quiet_libraries()
@@ -129,6 +126,30 @@ def export(
             print(line, file=sys.stderr)
     if result["note"]:
         print(f"note: {result['note']}", file=sys.stderr)
+
+
+def _require_options_agree(
+    *,
+    has_out: bool,
+    compare: bool,
+    is_measured: bool,
+    weights: LowBitFormat | None,
+    calibrate: CalibrationMethod | None,
+    dtype: ExportDtype | None,
+    names_two: bool,
+) -> None:
+    if names_two:
+        raise InputError("--best and --step name two checkpoints", hint="give one of them")
+    if has_out == compare:
+        raise InputError("give --out FOLDER, or --compare", hint="--compare measures all formats and keeps no folder")
+    if compare and (weights or calibrate or dtype):
+        raise InputError("--compare takes every format", hint="leave --format, --calibrate and --dtype out")
+    if compare and not is_measured:
+        raise InputError("--compare needs rows to measure", hint="give --evaluate-rows at least 1")
+    if calibrate and weights is None:
+        raise InputError("--calibrate is for low-bit weights", hint="add --format int4 or another format")
+    if calibrate and weights and weights.startswith("gguf"):
+        raise InputError("weights of GGUF files are rounded to nearest", hint="leave --calibrate out, or take int4")
 
 
 def _is_adapter_alone(run: Path, *, merge: bool, weights: LowBitFormat | None) -> bool:

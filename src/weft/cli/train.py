@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -146,7 +145,9 @@ def _run(job: Job, lock: FolderLock, *, is_one_of_many: bool, max_restarts: int)
 
         run_job(job, lock=lock)
     else:
-        _launch(job, max_restarts=max_restarts)
+        from weft.launch.training import launch_job
+
+        launch_job(job, max_restarts=max_restarts)
 
 
 def _run_beside_dry_run(job: Job, lock: FolderLock, *, is_one_of_many: bool, max_restarts: int) -> None:
@@ -167,20 +168,3 @@ def _print_note(note: str) -> None:
 
 def _given_rank() -> int:
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
-
-
-def _launch(job: Job, *, max_restarts: int) -> None:
-    from weft.launch.local import launch
-    from weft.train.job import imports_of
-
-    with tempfile.TemporaryDirectory(prefix="weft-") as scratch:
-        job_path = Path(scratch) / "job.json"
-        job_path.write_text(job.to_json(), encoding="utf-8")
-        launch(
-            [sys.executable, "-m", "weft.train", str(job_path)],
-            num_ranks=job.plan.num_ranks,
-            scratch=Path(scratch),
-            max_restarts=max_restarts,
-            imports=imports_of(job.run),
-            memory_copies=max_restarts > 0 and job.run.checkpoint.memory_every > 0,
-        )

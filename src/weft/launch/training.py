@@ -60,21 +60,24 @@ def train(
         run=run or RunSpec.default(), plan_tables=tables, num_ranks=num_ranks, out=out, resume=resume, **options
     )
     if given_ranks(os.environ) is None and (job.plan.num_ranks > 1 or max_restarts):
-        return {"run_dir": str(job.out), **_on_ranks(job, parts, max_restarts=max_restarts)}
+        from weft.train.folder.run_folder import RunFolder
+
+        launch_job(job, parts, max_restarts=max_restarts)
+        return {"run_dir": str(job.out), **RunFolder(job.out).read_ledger()}
     from weft.train.worker import run_job
 
     return {"run_dir": str(job.out), **run_job(job, parts=parts)}
 
 
-def _on_ranks(job: Job, parts: TrainParts, *, max_restarts: int) -> dict[str, Any]:
+def launch_job(job: Job, parts: TrainParts | None = None, *, max_restarts: int) -> None:
+    """Start the ranks of a job on this machine, and wait for their end."""
     from weft.launch.local import launch
-    from weft.train.folder.run_folder import RunFolder
     from weft.train.job import imports_of
 
     with tempfile.TemporaryDirectory(prefix="weft-") as scratch:
         path = Path(scratch) / "job.json"
         path.write_text(job.to_json(), encoding="utf-8")
-        if not parts.is_empty:
+        if parts is not None and not parts.is_empty:
             parts.write(path.with_suffix(".parts"))
         launch(
             [sys.executable, "-m", "weft.train", str(path)],
@@ -84,4 +87,3 @@ def _on_ranks(job: Job, parts: TrainParts, *, max_restarts: int) -> dict[str, An
             imports=imports_of(job.run),
             memory_copies=max_restarts > 0 and job.run.checkpoint.memory_every > 0,
         )
-    return RunFolder(job.out).read_ledger()

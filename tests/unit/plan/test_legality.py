@@ -57,6 +57,25 @@ def test_a_grid_deals_out_rows_too(mode: str, tp: int, rows: int) -> None:
         require_legal(Plan.from_tables(tables), run(rows // 2))
 
 
+@pytest.mark.parametrize(
+    ("length", "tp", "hint"), [(64, 1, None), (66, 1, "68 or 64"), (3, 1, "4"), (68, 2, None), (68, 4, "72 or 64")]
+)
+def test_a_mixture_with_context_parallel_has_no_padding(length: int, tp: int, hint: str | None) -> None:
+    """The router would count filled positions as load, and `router.capacity_factor` would give them places."""
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 4}
+    mixture = {"type": "mixtral", "config": {**small, "num_local_experts": 4}}
+    layout = Plan.from_tables({"mesh": {"cp": 2, "tp": tp}, "tensor_parallel": {"sequence_parallel": True}})
+    found = run(8, length, model=mixture)
+    if hint is None:
+        require_legal(layout, found)
+        return
+    with pytest.raises(MeshError, match="a mixture would route padding") as caught:
+        require_legal(layout, found)
+    assert caught.value.hint.endswith(f"data.sequence_length = {hint}")
+    require_legal(layout, run(8, length, model={"type": "llama", "config": small}))  # they have no weight there
+
+
 def test_a_sequence_that_ranks_cannot_share_is_refused_where_they_would_share_it() -> None:
     with pytest.raises(BatchError, match="a sequence of 30") as caught:
         require_legal(Plan.from_tables({"mesh": {"tp": 4}}), run(1, 30))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from weft.core.model_shape import ModelShape
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
+from weft.core.sequence_split import padded_length
 from weft.models.build import build_config, build_skeleton
 from weft.models.cp.probe import why_not_divided
 
@@ -28,4 +29,17 @@ def check_context(plan: Plan, run: RunSpec, shape: ModelShape | None) -> list[tu
             f"{uneven[0]} heads do not divide over {degree} ranks, as context_parallel.attention = 'ulysses' needs"
         )
         return [(sentence, "set context_parallel.attention = 'gather'")]
-    return []
+    return _padded_mixture(plan, run, shape)
+
+
+def _padded_mixture(plan: Plan, run: RunSpec, shape: ModelShape | None) -> list[tuple[str, str]]:
+    """Positions that fill rows up would be routed: counted as load, given a place of an expert's capacity."""
+    length, tensor = run.data.sequence_length, plan.tensor_parallel
+    multiple = plan.mesh.tp if tensor.mode == "1d" and tensor.sequence_parallel else 1
+    unit = padded_length(1, degree=plan.mesh.cp, split=plan.context_parallel.split, multiple=multiple)
+    if shape is None or not shape.expert_layers or length % unit == 0:
+        return []
+    below = length - length % unit
+    whole = below + unit
+    sentence = f"rows of {length} positions do not divide over the ranks of mesh.cp, and a mixture would route padding"
+    return [(sentence, f"set data.sequence_length = {whole}" + (f" or {below}" if below else ""))]
