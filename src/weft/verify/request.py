@@ -41,7 +41,11 @@ class VerifyRequest:
 def every_plan(num_ranks: int, base: dict[str, Any], run: RunSpec) -> list[Plan]:
     """Every plan of `num_ranks` that weft executes: data parallel; tensor, pipeline, expert and context parallel if the
     run divides."""
-    others = [*tensor_parallel_plans(num_ranks, base), *pipeline_plans(num_ranks, base, run)]
+    others = [
+        *secondary_plans(num_ranks, base),
+        *tensor_parallel_plans(num_ranks, base),
+        *pipeline_plans(num_ranks, base, run),
+    ]
     others += [*expert_parallel_plans(num_ranks, base), *context_parallel_plans(num_ranks, base)]
     return [*data_parallel_plans(num_ranks, base), *(plan for plan in others if is_legal(plan, run))]
 
@@ -49,6 +53,13 @@ def every_plan(num_ranks: int, base: dict[str, Any], run: RunSpec) -> list[Plan]
 def data_parallel_plans(num_ranks: int, base: dict[str, Any]) -> list[Plan]:
     """Every legal data-parallel plan of `num_ranks`: DDP, ZeRO-1/2/3 over all, and HSDP over every proper divisor."""
     return _filled(_data_layouts(num_ranks), base)
+
+
+def secondary_plans(num_ranks: int, base: dict[str, Any]) -> list[Plan]:
+    """ZeRO-3 over all ranks, with a secondary shard over every proper divisor."""
+    sizes = [size for size in range(2, num_ranks) if num_ranks % size == 0]
+    mesh = {"dp_shard": num_ranks}
+    return _filled([{"mesh": mesh, "data_parallel": {"zero": 3, "secondary_shard": size}} for size in sizes], base)
 
 
 def tensor_parallel_plans(num_ranks: int, base: dict[str, Any]) -> list[Plan]:

@@ -100,3 +100,10 @@ def test_a_plan_allows_it_by_its_key_or_by_having_no_mesh() -> None:
     assert [most_ranks(tables, run, most) for most in (3, 5)] == [0, 4]
     assert [most_ranks(elastic, run, most) for most in (3, 5)] == [3, 4]
     assert [most_ranks({}, run, most) for most in (3, 5)] == [3, 4]
+
+
+@pytest.mark.parametrize(("num_ranks", "size"), [(12, 4), (8, 4), (4, 0), (6, 0)])
+def test_a_secondary_shard_stays_where_it_divides(num_ranks: int, size: int) -> None:
+    tables = {"mesh": {"dp_shard": 16}, "data_parallel": {"zero": 3, "elastic": True, "secondary_shard": 4}}
+    changed = with_data_parallel_ranks(Plan.from_tables(tables), run_of(48), num_ranks)
+    assert (changed.mesh.dp_shard, changed.data_parallel.secondary_shard) == (num_ranks, size)

@@ -106,6 +106,15 @@ def test_all_plans_are_every_layout_once(num_ranks: int, count: int) -> None:
     assert {plan.data_parallel.zero for plan in plans} == {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize(("num_ranks", "sizes"), [(2, []), (4, [2]), (8, [2, 4])])
+def test_zero_3_is_verified_with_every_secondary_shard(num_ranks: int, sizes: list[int]) -> None:
+    away = {"offload": {"optimizer": "cpu", "parameters": "cpu"}}
+    for base, expected in (({}, sizes), (away, [])):  # not executed with weights on the host
+        plans = every_plan(num_ranks, base, RunSpec.default())
+        found = [plan.data_parallel.secondary_shard for plan in plans if plan.data_parallel.secondary_shard]
+        assert found == expected
+
+
 @pytest.mark.parametrize(("num_ranks", "count"), [(1, 0), (2, 4), (4, 8), (8, 12)])
 def test_tensor_parallel_plans_are_every_layout_once(num_ranks: int, count: int) -> None:
     plans = tensor_parallel_plans(num_ranks, {"precision": {"preset": "bf16"}})

@@ -22,6 +22,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "context parallel": ("llama", {"mesh": {"dp_shard": 2, "cp": 2}}),
     "inner dimension": (FEW_EXPERTS, {}),
     "frozen block": ("llama", {}),
+    "HSDP": ("llama", {"mesh": {"dp_replicate": 2, "dp_shard": 4}}),
 }
 BY_DEFAULT = ["accumulated", "codes", "frozen block"]
 STEPS = 3
@@ -48,17 +49,22 @@ def trained(rank: int, world: int, names: list[str]) -> dict[str, Any]:
             rows = {(row["axis"], row["collective"], row["phase"]): row for row in meter.traffic}
             wrong = [f"{row.component} {row.found}" for row in engine.dtypes() if not row.ok]
             groups = [dist.get_process_group_ranks(named_group(group)) for group in engine.topology.more_axes]
-            assert groups == ([[0, 1] if rank < 2 else [2, 3]] if size else [])
+            assert groups == ([[rank // 2 * 2, rank // 2 * 2 + 1]] if size else [])
             found[f"{name} {size}"] = (values, rows, wrong)
             engine.close()
     return found
 
 
 @pytest.mark.parametrize(
-    "names", [BY_DEFAULT, pytest.param([name for name in CASES if name not in BY_DEFAULT], marks=pytest.mark.extended)]
+    ("world", "names"),
+    [
+        (4, BY_DEFAULT),
+        pytest.param(4, ["bf16, recomputed", "context parallel", "inner dimension"], marks=pytest.mark.extended),
+        pytest.param(8, ["HSDP"], marks=pytest.mark.slow),
+    ],
 )
-def test_the_bits_of_zero_3_and_the_bytes_of_neighbours(names: list[str]) -> None:
-    ranks = run_ranks(trained, 4, names, timeout_s=240.0)
+def test_the_bits_of_zero_3_and_the_bytes_of_neighbours(world: int, names: list[str]) -> None:
+    ranks = run_ranks(trained, world, names, timeout_s=240.0)
     for name in names:
         plain, rows, _ = ranks[0][f"{name} 0"]
         values, near, wrong = ranks[0][f"{name} 2"]
