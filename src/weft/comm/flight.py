@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 
 _DEFAULT_GROUP = "default_pg"
 _KEPT = 16  # per group: enough to compare two ranks that differ by a few collectives
+_ended: set[tuple[int, str]] = set()  # groups of process groups before; the recorder numbers all of a process
 _CONTEXT = 3  # collectives before one, which say what usually follows
 
 
@@ -55,8 +56,22 @@ def progress_mark() -> bytes:
 
 def is_pending() -> bool:
     """Whether this rank has issued a collective that is not complete. Cheap."""
-    states = (state for dump in _recorders() for state in json.loads(dump(False, False)).get("pg_status", {}).values())
-    return any(int(state["last_completed_collective"]) < int(state["last_enqueued_collective"]) for state in states)
+    return any(
+        int(state["last_completed_collective"]) < int(state["last_enqueued_collective"])
+        for key, state in _states()
+        if key not in _ended
+    )
+
+
+def begin_world() -> None:
+    """Call before the default group is created: a collective of an earlier one that never ended is not pending."""
+    _ended.update(key for key, _ in _states())
+
+
+def _states() -> Iterator[tuple[tuple[int, str], dict[str, str]]]:
+    for index, dump in enumerate(_recorders()):
+        for group, state in json.loads(dump(False, False)).get("pg_status", {}).items():
+            yield (index, group), state
 
 
 def group_traces() -> dict[str, GroupTrace]:

@@ -14,11 +14,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from weft.comm.flight import begin_world
+
 
 def ensure_group(*, device_type: str, timeout_s: float = 300.0) -> bool:
     """Create the one-rank default group if there is none; returns whether this call created it."""
     if dist.is_initialized():
         return False
+    begin_world()
     store = dist.HashStore()  # type: ignore[attr-defined]
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(backend_for(device_type), store=store, rank=0, world_size=1, timeout=timeout)

@@ -1,5 +1,6 @@
 """Groups beyond the default one: they wait for a silent rank as long as that one does, and have a name."""
 
+import json
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -9,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from weft.comm.flight import group_traces, is_pending, progress_mark, usual
+from weft.comm import flight
+from weft.comm.flight import begin_world, group_traces, is_pending, progress_mark, usual
 from weft.comm.groups import OwnedGroups, ensure_group
 
 
@@ -60,6 +62,18 @@ def test_a_collective_that_is_complete_is_not_pending() -> None:
     while is_pending():  # a thread of Gloo records the end, a moment after the caller has its result
         assert time.monotonic() < give_up
         time.sleep(0.001)
+
+
+def test_a_collective_of_an_earlier_world_is_not_pending(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recorder keeps the state of groups that were destroyed: one that failed there would be pending for ever."""
+    states = {"0": {"last_completed_collective": "1", "last_enqueued_collective": "2"}}
+    monkeypatch.setattr(flight, "_recorders", lambda: [lambda *_: json.dumps({"pg_status": states})])
+    monkeypatch.setattr(flight, "_ended", set())
+    assert is_pending()
+    begin_world()
+    assert not is_pending()
+    states["1"] = {"last_completed_collective": "-1", "last_enqueued_collective": "1"}
+    assert is_pending()
 
 
 def test_a_skipped_collective_is_not_what_usually_follows() -> None:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from weft.comm.flight import begin_world
 from weft.core.errors import DeviceError, WeftError
 from weft.train.ranks.address import SOCKET_VARIABLES, socket_interface, with_known_address
 from weft.train.ranks.environment import (
@@ -90,6 +91,7 @@ def join(
         if prepare is not None:
             with phase("opening the data", is_slow=True):
                 prepare_together(lambda: prepare(process), store, process=process, timeout_s=timeout_s)
+        begin_world()
         dist.init_process_group(
             "gloo" if device is None else "cpu:gloo,cuda:nccl",
             store=store,
