@@ -60,7 +60,7 @@ def trl_samples(folder: Path, count: int) -> dict[str, list[dict[str, list[int]]
 def weft_samples(folder: Path, family: str, count: int, *, has_marks: bool) -> list[dict[str, list[int]]]:
     import numpy as np
 
-    from weft.core.run_spec import DataSpec
+    from weft.core.data_spec import DataSpec
     from weft.data.row_fields import SampleRow
     from weft.data.samples import SampleEncoder
     from weft.data.words import counted_of, tokens_of

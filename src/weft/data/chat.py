@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.core.data_spec import Turns
 from weft.core.errors import DataError, TokenizerError, first_line
-from weft.core.run_spec import Turns
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # `conversations` of ShareGPT: names of the speakers

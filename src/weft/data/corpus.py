@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
+from weft.core.data_spec import DataSpec
 from weft.core.errors import DataError
-from weft.core.run_spec import DataSpec
 from weft.data.build_lock import BuildLock
 from weft.data.building import BuildProgress, Silent, build_store, cannot_write, count_workers
 from weft.data.mixture import Mixture

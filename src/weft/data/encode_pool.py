@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from weft.core.data_spec import DataSpec
 from weft.core.errors import RunError, error_from_dict
-from weft.core.run_spec import DataSpec
 from weft.data.documents import Document
 
 COMMAND = (sys.executable, "-m", "weft.data.encode_worker")

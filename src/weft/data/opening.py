@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.core.run_spec import DataSpec
+from weft.core.data_spec import DataSpec
 from weft.data.building import BuildProgress
 from weft.data.corpus import Corpus, open_corpus_of
 from weft.data.mixture import MixedSource, Mixture

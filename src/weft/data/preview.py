@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.run_spec import DataSpec
+from weft.core.data_spec import DataSpec
 from weft.core.vocabulary import BYTES
 from weft.data.loader import Loader
 from weft.data.mixture import MixedRows

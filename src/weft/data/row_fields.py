@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from weft.core.data_spec import DataFormat, DataSpec
 from weft.core.errors import DataError
-from weft.core.run_spec import DataFormat, DataSpec
 from weft.data.documents import Document, missing_field, require_text
 
 # format -> sets of fields, one of which a row must have; and the fields that it may have

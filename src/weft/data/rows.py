@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.core.data_spec import DataSpec, Packing, Truncation
 from weft.core.errors import DataError
-from weft.core.run_spec import DataSpec, Packing, Truncation
 from weft.data.packing import pack
 from weft.data.split import Split
 from weft.data.words import Words, counted_of, tokens_of

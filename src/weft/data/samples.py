@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from weft.core.data_spec import DataSpec
 from weft.core.errors import DataError, TokenizerError
-from weft.core.run_spec import DataSpec
 from weft.core.vocabulary import BYTES
 from weft.data.chat import ChatRenderer, EncodedChat, read_conversation, read_messages, read_tools
 from weft.data.documents import Document

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from weft.core.data_spec import DataSpec
 from weft.core.errors import DataError
-from weft.core.run_spec import DataSpec
 from weft.data.dataset_source import DatasetSource
 from weft.data.documents import ROW_SUFFIXES, SUFFIXES, Document, file_identity, read_documents, read_text
 from weft.data.row_fields import RowFields, fields_of

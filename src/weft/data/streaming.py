@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from weft.core.data_spec import DataSpec
 from weft.core.errors import DataError
-from weft.core.run_spec import DataSpec
 from weft.data.building import BuildProgress
 from weft.data.corpus import Corpus, open_corpus_of
 from weft.data.document_stream import Cursor, DocumentStream, Make

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from weft.core.data_spec import DataSpec
 from weft.core.errors import NotBuiltError
-from weft.core.run_spec import DataSpec
 
 _NAMES = """
 apertus arcee aria_text bitnet cohere cohere2 cohere2_moe cwm diffllama doge ernie4_5 ernie4_5_moe exaone4 exaone_moe

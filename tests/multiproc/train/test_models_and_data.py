@@ -16,8 +16,8 @@ from tolerances import SAME_CURVE_LOSS_ABS, SAME_STEP_REL
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from weft.checkpoint import read_tensors
+from weft.core.data_spec import DataSpec
 from weft.core.errors import RunFolderError
-from weft.core.run_spec import DataSpec
 from weft.data import Loader, open_corpus
 from weft.data.rows import RowLayout
 from weft.train.ranks.process import leave

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from gloo_ranks import run_ranks
 from tiny_run import environment, metrics, train_here
 
-from weft.core.run_spec import DataSpec
+from weft.core.data_spec import DataSpec
 from weft.data import open_corpus, parts
 from weft.data.byte_tokenizer import ByteTokenizer
 
@@ -25,7 +25,7 @@ SLOW_S = 12.0
 
 SLOW_BUILDER = """
 import sys, time
-from weft.core.run_spec import DataSpec
+from weft.core.data_spec import DataSpec
 from weft.data import open_corpus, parts
 from weft.data.byte_tokenizer import ByteTokenizer
 original = ByteTokenizer.encode_batch

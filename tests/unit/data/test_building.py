@@ -185,7 +185,7 @@ def test_workers_are_as_many_as_cores_that_may_be_used(monkeypatch: pytest.Monke
 
 def test_rows_of_a_dataset_come_in_the_same_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets: Any = pytest.importorskip("datasets")
-    from weft.core.run_spec import DataSpec
+    from weft.core.data_spec import DataSpec
     from weft.data import open_corpus
 
     datasets.Dataset.from_dict({"text": DOCUMENTS}).save_to_disk(str(tmp_path / "rows"))

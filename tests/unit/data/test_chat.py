@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from chats import FAMILIES, SPECIAL, make_chat_tokenizer, make_chats, template
 
+from weft.core.data_spec import DataSpec
 from weft.core.errors import DataError, TokenizerError
-from weft.core.run_spec import DataSpec
 from weft.data import open_corpus
 from weft.data.row_fields import SampleRow
 from weft.data.samples import SampleEncoder

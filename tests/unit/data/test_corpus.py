@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from weft.core.data_spec import DataSpec
 from weft.core.errors import DataError
-from weft.core.run_spec import DataSpec
 from weft.data import Corpus, Loader, default_cache_dir, open_corpus
 from weft.data import corpus as corpus_module
 from weft.data.building import Silent, build_store

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weft.core.data_spec import DataSpec
 from weft.core.errors import BadValueError
-from weft.core.run_spec import DataSpec, RunSpec
+from weft.core.run_spec import RunSpec
 from weft.data import Loader, open_corpus
 from weft.data.mixture import BLOCK, MixedRows, MixtureOrder, block_places
 from weft.data.rows import RowLayout

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from weft.core.data_spec import DataSpec
 from weft.core.errors import DataError, MissingExtraError
-from weft.core.run_spec import DataSpec
 from weft.data import documents as documents_module
 from weft.data.sources import StdlibSource, iterate_documents, open_sources
 

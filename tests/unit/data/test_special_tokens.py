@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from made_tokenizers import KINDS, TEXT, make_tokenizer, own_encoding, put_in_hub_cache, write_config
 
+from weft.core.data_spec import DataSpec
 from weft.core.errors import TokenizerError
-from weft.core.run_spec import DataSpec
 from weft.data import find_tokenizer, open_corpus, open_tokenizer
 
 

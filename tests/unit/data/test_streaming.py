@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from weft.core.data_spec import DataSpec
 from weft.core.errors import BadValueError, DataError
-from weft.core.run_spec import DataSpec, RunSpec
+from weft.core.run_spec import RunSpec
 from weft.data import open_corpus
 from weft.data.document_stream import Cursor, DocumentStream
 from weft.data.rows import IGNORED

@@ -15,8 +15,9 @@ from tiny_run import metrics, train_here, write_corpus
 from tolerances import SAME_LOGITS_REL, SAME_STEP_REL
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from weft.core.data_spec import DataSpec
 from weft.core.errors import NotBuiltError
-from weft.core.run_spec import DataSpec, ModelSpec
+from weft.core.run_spec import ModelSpec
 from weft.data import Loader, open_corpus
 from weft.data.rows import RowLayout, document_positions
 from weft.models.build import build_config, build_skeleton
