@@ -18,7 +18,8 @@ from torch import nn
 from weft.comm.groups import ensure_group, sum_over
 from weft.core.executable import require_executable
 from weft.core.masters import with_streamed_units
-from weft.core.plan import Plan, require_consistent
+from weft.core.plan import Plan
+from weft.core.plan_checks import require_consistent
 from weft.core.records import BufferRecord, DtypeRecord, EvalRecord, ParameterRecord, StepRecord
 from weft.core.run_spec import RouterSpec
 from weft.core.state_folder import StateFolder

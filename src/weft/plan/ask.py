@@ -15,7 +15,8 @@ from weft.core.config import parse, read_toml
 from weft.core.errors import BadValueError, ConfigFileError, MeshError, ModelError, PlanError
 from weft.core.model_shape import ModelShape
 from weft.core.optimizers import NAMES, OPTIMIZERS, OptimizerKind
-from weft.core.plan import DATAPARALLEL_SPREADS, Plan, check_consistent
+from weft.core.plan import Plan
+from weft.core.plan_checks import DATAPARALLEL_SPREADS, check_consistent
 from weft.core.precision import PrecisionPolicy, impossible
 from weft.core.precision_section import Precision
 from weft.core.run_spec import RunSpec

@@ -14,7 +14,8 @@ from weft.core.executable import not_executed_reasons
 from weft.core.masters import has_masters_away
 from weft.core.model_shape import ModelShape
 from weft.core.optimizers import not_executed_with
-from weft.core.plan import Plan, check_consistent
+from weft.core.plan import Plan
+from weft.core.plan_checks import check_consistent
 from weft.core.router_rules import check_router
 from weft.core.run_spec import RunSpec
 from weft.core.tensor_grid import row_chunks

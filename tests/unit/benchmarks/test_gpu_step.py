@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from benchmark_folder import benchmarks_importable
 
-from weft.core.plan import Plan, require_consistent
+from weft.core.plan import Plan
+from weft.core.plan_checks import require_consistent
 from weft.core.run_spec import RunSpec
 
 with benchmarks_importable():

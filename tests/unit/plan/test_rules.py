@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import columns_with, legal_plans, request_of, requests, tiny_llama, tiny_mixtral
 
-from weft.core.plan import check_consistent
+from weft.core.plan_checks import check_consistent
 from weft.plan.columns import SCHEDULES, plan_at
 from weft.plan.request import Request
 from weft.plan.rules import RULES, check_plan, legal_rows, nearest_legal

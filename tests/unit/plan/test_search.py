@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from plan_cases import request_of, requests, tiny_llama, tiny_mixtral
 
-from weft.core.plan import Plan, check_consistent
+from weft.core.plan import Plan
+from weft.core.plan_checks import check_consistent
 from weft.plan.columns import columns_of
 from weft.plan.estimate import Estimate, estimate
 from weft.plan.request import Request

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from weft.core.errors import DeviceError, NotBuiltError
-from weft.core.plan import DATAPARALLEL_SPREADS
+from weft.core.plan_checks import DATAPARALLEL_SPREADS
 from weft.core.precision import PrecisionPolicy
 from weft.engine.dp.strategy import Strategy
 
