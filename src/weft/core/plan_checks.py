@@ -1,4 +1,4 @@
-"""Contradictions within a plan, without a model: `check_consistent` lists them, `require_consistent` raises the first."""
+"""Contradictions within a plan, without a model: `check_consistent` lists them, `require_consistent` raises one."""
 
 from __future__ import annotations
 
