@@ -115,6 +115,7 @@ def test_each_rule_has_a_plan_that_it_alone_refuses(rule: str, tables: dict[str,
             {"precision": {"preset": "bf16"}, "float8": {"linears": "all"}},
         ),
         ("adapter", {"adapter": {"kind": "lora", "dropout": 0.1}}, {"mesh": {"tp": 2}}),
+        ("bad steps", {"train": {"on_bad_step": "skip"}}, {"offload": {"optimizer": "cpu", "delayed": True}}),
     ],
 )
 def test_a_layout_that_cannot_train_what_the_run_asks_is_refused(
@@ -139,6 +140,7 @@ def test_each_rule_of_the_table_is_tried() -> None:
         "copies",
         "adapter",
         "optimizer",
+        "bad steps",
     } | {"data"}
     assert {one.name for one in RULES} == names
 
