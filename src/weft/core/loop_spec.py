@@ -86,6 +86,28 @@ class CheckpointSpec(Section):
     )
 
 
+class SamplesSpec(Section):
+    """Texts that the model writes during the training."""
+
+    every: int = Field(default=0, ge=0, description="steps between samples of text; 0 is never")
+    prompts: list[str] = Field(
+        default_factory=list,
+        description="texts that the model continues; with data.format = chat: what a user says",
+    )
+    max_new_tokens: int = Field(default=64, ge=1, description="tokens per sample, at least 1")
+    temperature: float = Field(
+        default=0.0, ge=0, description="0: the likeliest token each time; 1: the model's own probabilities"
+    )
+
+    @model_validator(mode="after")
+    def _has_prompts(self) -> Self:
+        if self.every and not self.prompts:
+            raise ValueError("every needs prompts, such as ['The']")
+        if "" in self.prompts:
+            raise ValueError("a prompt is empty")
+        return self
+
+
 class LoggingSpec(Section):
     every: int = Field(default=10, ge=1, description="steps between plain log lines without a terminal")
     tensorboard: bool = Field(default=True, description="write TensorBoard files beside metrics.jsonl")

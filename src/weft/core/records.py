@@ -91,6 +91,23 @@ def perplexity_of(loss: float) -> float:
         return math.inf
 
 
+@dataclass(frozen=True, kw_only=True)
+class TextSample:
+    """A text that the model wrote after a step. A line of samples.jsonl."""
+
+    step: int
+    prompt: str
+    text: str  # without the prompt
+    tokens: int  # of the text, the last one of a text that ended included
+
+    def as_dict(self) -> dict[str, Any]:
+        return record_fields(self)
+
+    @staticmethod
+    def from_dict(fields: dict[str, Any]) -> TextSample:
+        return parse_record(TextSample, fields, numbers=())
+
+
 LOAD_UNIT = 16  # a mean load is stored as 16; a load of 15.9 or more as 255
 
 

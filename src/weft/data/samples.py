@@ -106,10 +106,10 @@ class SampleEncoder:
             if not text:
                 raise _bad(where, f"{field} is empty")
         end = self.end_of_document
-        before = _without_end(self.tokenizer.encode(prompt).tolist(), end)
-        tokens = _without_end(self.tokenizer.encode(prompt + answer).tolist(), end)
+        before = without_end(self.tokenizer.encode(prompt).tolist(), end)
+        tokens = without_end(self.tokenizer.encode(prompt + answer).tolist(), end)
         if tokens[: len(before)] != before:
-            tokens = before + _without_end(self.tokenizer.encode_text(answer).tolist(), end)
+            tokens = before + without_end(self.tokenizer.encode_text(answer).tolist(), end)
         return _counted_from([*tokens, end], len(before))
 
 
@@ -122,7 +122,8 @@ def _counted_from(tokens: list[int], begin: int) -> EncodedChat:
     return EncodedChat(tokens=tokens, counted=np.arange(len(tokens)) >= begin)
 
 
-def _without_end(tokens: list[int], end: int) -> list[int]:
+def without_end(tokens: list[int], end: int) -> list[int]:
+    """The tokens without the one that ends a document."""
     return tokens[:-1] if tokens and tokens[-1] == end else tokens
 
 

@@ -70,6 +70,10 @@ class AxisContext:
         """This rank's rows of a micro-batch, whose forward begins."""
         return batch
 
+    def full_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits of the full vocabulary, minus infinity where a slice is padded."""
+        return logits
+
     def sum_gradients(self, trained: Mapping[str, nn.Parameter]) -> None:
         """Sum the gradients that ranks of the axis hold as partial sums."""
 

@@ -38,6 +38,7 @@ from weft.engine.measure.seen import seen
 from weft.engine.measure.timer import StepTimer
 from weft.engine.mesh import build_topology, select_device
 from weft.engine.microbatches import SequentialRunner
+from weft.engine.next_logits import last_logits
 from weft.engine.objective import Batch, Objective, objective_for
 from weft.engine.offload.offloaded import offload_states
 from weft.engine.optim.clip import global_norm
@@ -221,12 +222,13 @@ class Engine(EngineState):
         self.routers.begin_step(summed[-1], sequence_length=length, loss_scale=self.loss_scale.value)
         return summed[:-1]
 
-    def loss_sum(self, microbatch: Batch, *, stage: int = 0) -> torch.Tensor:
-        """The summed loss of this rank's rows. Stages other than the last end early (`StageDone`)."""
+    def loss_sum(self, microbatch: Batch, *, stage: int = 0, objective: Objective | None = None) -> torch.Tensor:
+        """The summed loss of this rank's rows, by the engine's objective or another. Stages other than the last end
+        early (`StageDone`)."""
         module = self.runner.callable_for(self.strategy.module, stage)
         around = self.axes.around_forward(self.model)
         with around, skip_packed_sequence_check(microbatch), self.attention.preferred():
-            loss = self.objective.loss_sum(module, self.axes.rows_of(microbatch))
+            loss = (objective or self.objective).loss_sum(module, self.axes.rows_of(microbatch))
         seen("loss", loss.dtype)
         return loss
 
@@ -264,6 +266,14 @@ class Engine(EngineState):
         self.drain()
         with self._products():
             return sum_losses(self, batches)
+
+    def next_logits(self, ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """The logits of the token after the first `lengths[i]` tokens of row i, in float32, equal on all ranks.
+
+        `ids` is the same on all ranks. Not in pipelines, with context parallelism and on grids. Collective."""
+        self.drain()
+        with self._products():
+            return last_logits(self, ids, lengths)
 
     def close(self) -> None:
         """Destroy this engine's process groups; it cannot train any more. Collective; the second call is a no-op."""

@@ -150,6 +150,19 @@ def _bad_step_reasons(plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
         )
 
 
+def _sample_reasons(plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
+    """Every rank sees the logits of the next token."""
+    if run is None or not run.samples.every:
+        return
+    hint = "set samples.every = 0; weft generate samples from a checkpoint of the run"
+    if plan.mesh.pp > 1 or plan.mesh.cp > 1:
+        yield f"samples.every with {'mesh.pp' if plan.mesh.pp > 1 else 'mesh.cp'} is not executed", hint
+    if plan.mesh.tp > 1 and plan.tensor_parallel.mode != "1d":
+        yield "samples.every with tensor parallelism on a grid is not executed", hint
+    if plan.data_parallel.strategy == "dataparallel":
+        yield "samples.every with strategy = 'dataparallel' is not executed", hint
+
+
 def _data_reasons(_plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
     """There is an objective for the rows of the run."""
     if run is not None and run.data.format == "preference":
@@ -182,6 +195,7 @@ RULES = (
     LegalityRule("offload", NotBuiltError, _offload_reasons),
     LegalityRule("optimizer", NotBuiltError, _optimizer_reasons),
     LegalityRule("copies", NotBuiltError, _copy_reasons),
+    LegalityRule("samples", NotBuiltError, _sample_reasons),
     LegalityRule("bad steps", NotBuiltError, _bad_step_reasons),
     LegalityRule("data", NotBuiltError, _data_reasons),
 )

@@ -23,6 +23,7 @@ from weft.report.series import Numbered
 
 METRICS, LEDGER, RUN, PLAN = "metrics.jsonl", "ledger.json", "run.toml", "plan.toml"
 PIPELINE = "pipeline.json"  # only of trainings with a pipeline
+SAMPLES = "samples.jsonl"  # only with samples.every
 EXPERTS = "experts.jsonl"  # only of mixtures of experts
 BAD_STEPS = "bad_steps.jsonl"  # only of runs with a loss that was not finite, or a spike
 SERVER = "server.json"  # only of runs on parameter servers; written at every evaluation and snapshot
@@ -72,6 +73,7 @@ class RunRecords(Generic[Step]):
     servers: dict[str, Any] = field(default_factory=dict)  # of server.json
     experts: tuple[ExpertLoads, ...] = ()  # of a mixture of experts
     bad_steps: tuple[dict[str, Any], ...] = ()
+    samples: tuple[dict[str, Any], ...] = ()
 
 
 TrainingFolder = RunRecords[StepRecord]
@@ -104,6 +106,7 @@ def read_folder(run_dir: Path) -> TrainingFolder:
         changes=changes,
         experts=_read_experts(run_dir / EXPERTS),
         bad_steps=read_lines(run_dir / BAD_STEPS),
+        samples=read_lines(run_dir / SAMPLES),
     )
 
 

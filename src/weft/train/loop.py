@@ -12,13 +12,12 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from weft.checkpoint import CheckpointStore, CommittedCheckpoint
+from weft.checkpoint import CheckpointStore
 from weft.checkpoint.memory_copies import MemoryCopies
 from weft.core.errors import NumbersError, SaveError
 from weft.core.loop_spec import HELD_OUT
@@ -37,29 +36,12 @@ from weft.train.ledger.ledger import peak_memory_bytes
 from weft.train.ledger.measuring import Measuring
 from weft.train.loggers.display import Display, evaluation_line
 from weft.train.loggers.metrics import MetricsWriter
+from weft.train.loop_outcome import STEP_TERMS, LoopOutcome, checkpoint_row
 from weft.train.parts import StepCallback
 from weft.train.ranks.pace import slow_rank
 from weft.train.ranks.process import StopFlag, paces, phase
 from weft.train.rate import learning_rate_at
-
-STEP_TERMS = (TimeTerm.FORWARD, TimeTerm.BACKWARD, TimeTerm.FORWARD_BACKWARD, TimeTerm.OPTIMIZER)
-
-
-@dataclass
-class LoopOutcome:
-    """Results of the loop, for the ledger."""
-
-    status: str = "finished"
-    ending: str = ""  # why the run ended before its last step, unless it was stopped
-    steps: int = 0
-    seconds: dict[TimeTerm, float] = field(default_factory=lambda: dict.fromkeys(TimeTerm, 0.0))
-    timed_steps: int = 0  # steps whose forward, backward and optimizer are in `seconds`
-    checkpoints: list[dict[str, Any]] = field(default_factory=list)
-
-    def seconds_per_step(self) -> dict[TimeTerm, float]:
-        """Means: of the terms of a step over the timed steps, of the other terms over all steps."""
-        timed, steps = max(1, self.timed_steps), max(1, self.steps)
-        return {term: value / (timed if term in STEP_TERMS else steps) for term, value in self.seconds.items()}
+from weft.train.text_samples import TextSampler
 
 
 class TrainingLoop:
@@ -98,6 +80,7 @@ class TrainingLoop:
         self.outcome = LoopOutcome()
         self.best, self._is_best = BestEvaluation.of(run), False
         self.bad_steps = BadSteps(run, bench, folder)
+        self._sampler = TextSampler(run, bench.engine) if run.samples.every else None
         self._restore(watched)
         # A GPU runs ahead while the previous step's numbers are reduced; so do stages of a pipeline without flushes.
         self._resolve_late = self.engine.device.type == "cuda" or self.engine.updates.is_delayed
@@ -211,6 +194,8 @@ class TrainingLoop:
             self._before = None
         record = self._with_pace(record)
         self.metrics.write(record)
+        if self._is_sampled(record.step) and not wants_stop:
+            self._write_texts(record.step)
         if pending.router is not None and self._is_logged(record.step):
             self.metrics.write_experts(pending.router.loads(record.step))
         self.display.step(record)
@@ -265,7 +250,7 @@ class TrainingLoop:
         self.outcome.ending = self.best.ending if self.engine.steps_done < self.run_spec.train.steps else ""
         if self.outcome.ending:
             self.display.line(f"the run ends after step {self.engine.steps_done}: {self.outcome.ending}")
-        self.outcome.checkpoints = [_checkpoint_row(committed) for committed in self.store.history]
+        self.outcome.checkpoints = [checkpoint_row(committed) for committed in self.store.history]
         if stopping and not self.outcome.ending and self.engine.steps_done < self.run_spec.train.steps:
             self.outcome.status = "stopped"
 
@@ -306,6 +291,15 @@ class TrainingLoop:
         loss = held_out.loss if held_out is not None else None
         return dataclasses.replace(record, eval_loss=loss, evaluations=named or None)
 
+    def _write_texts(self, step: int) -> None:
+        """Let the model write, and show it."""
+        assert self._sampler is not None
+        with self._timed(TimeTerm.EVALUATION), phase("sampling texts", is_slow=True):
+            texts = self._sampler.sample(step)
+        self.metrics.write_samples(texts)
+        self.display.texts(texts)
+        self._before = None
+
     def _has_data(self) -> bool:
         return self.bench.training.has_batch(self.samples)
 
@@ -325,13 +319,17 @@ class TrainingLoop:
         every = self.run_spec.evaluation.interval
         return every > 0 and (step % every == 0 or step == self.run_spec.train.steps)
 
+    def _is_sampled(self, step: int) -> bool:
+        return self._sampler is not None and step % self.run_spec.samples.every == 0
+
     def _is_logged(self, step: int) -> bool:
         return step == 1 or step % self.run_spec.logging.every == 0 or step == self.run_spec.train.steps
 
     def _is_pause(self, step: int) -> bool:
         """Whether the engine's state is read after this step, so that nothing may be in flight."""
-        is_bad = self.bad_steps.found is not None
-        return is_bad or self._is_checkpoint(step) or self._is_evaluation(step) or self._is_copied(step)
+        if self.bad_steps.found is not None or self._is_checkpoint(step) or self._is_copied(step):
+            return True
+        return self._is_evaluation(step) or self._is_sampled(step)
 
     def _handle_bad(self, bad: BadStep) -> bool:
         """Skip, rewind or stop; whether the step is to be made again."""
@@ -395,12 +393,3 @@ class TrainingLoop:
             yield
         finally:
             self.outcome.seconds[term] += time.perf_counter() - began_s
-
-
-def _checkpoint_row(committed: CommittedCheckpoint) -> dict[str, Any]:
-    return {
-        "step": committed.step,
-        "path": str(committed.path),
-        "bytes": committed.size_bytes,
-        "seconds": committed.save_s,
-    }

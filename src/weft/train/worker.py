@@ -36,7 +36,8 @@ from weft.train.ledger.rows import with_dry_run
 from weft.train.loggers.display import Display
 from weft.train.loggers.metrics import MetricsWriter
 from weft.train.loggers.trackers import Trackers
-from weft.train.loop import LoopOutcome, TrainingLoop
+from weft.train.loop import TrainingLoop
+from weft.train.loop_outcome import LoopOutcome
 from weft.train.memory import open_copies
 from weft.train.out_of_memory import OutOfMemoryScene, explained
 from weft.train.parts import OwnRows, TrainParts
@@ -118,8 +119,9 @@ def _train(
         if bench.model_config is not None:
             bench.model_config.save_pretrained(str(folder.model_path))
     earlier = folder.metrics.drop_after(bench.engine.steps_done) if process.is_main else []
-    if process.is_main and folder.experts.path.exists():
-        folder.experts.drop_after(bench.engine.steps_done)
+    for beside in (folder.experts, folder.samples) if process.is_main else ():
+        if beside.path.exists():
+            beside.drop_after(bench.engine.steps_done)
     metrics = MetricsWriter(
         folder,
         is_writing=process.is_main,

@@ -116,6 +116,12 @@ def test_each_rule_has_a_plan_that_it_alone_refuses(rule: str, tables: dict[str,
         ),
         ("adapter", {"adapter": {"kind": "lora", "dropout": 0.1}}, {"mesh": {"tp": 2}}),
         ("bad steps", {"train": {"on_bad_step": "skip"}}, {"offload": {"optimizer": "cpu", "delayed": True}}),
+        ("samples", {"samples": {"every": 1, "prompts": ["a"]}}, {"mesh": {"pp": 2}}),
+        (
+            "samples",
+            {"samples": {"every": 1, "prompts": ["a"]}},
+            {"mesh": {"tp": 4}, "tensor_parallel": {"mode": "2d"}},
+        ),
     ],
 )
 def test_a_layout_that_cannot_train_what_the_run_asks_is_refused(
@@ -141,6 +147,7 @@ def test_each_rule_of_the_table_is_tried() -> None:
         "adapter",
         "optimizer",
         "bad steps",
+        "samples",
     } | {"data"}
     assert {one.name for one in RULES} == names
 

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 from weft.core import axes
 from weft.core.errors import TensorParallelError
 from weft.core.shards import LocalShard
+from weft.engine import collectives
 from weft.engine.axis import AxisContext
 from weft.engine.objective import Batch, TokenLoss
 from weft.engine.tp.activation_layout import ActivationLayout
@@ -67,6 +69,12 @@ class TPContext(AxisContext):
     def with_experts(self, shards: Mapping[str, LocalShard]) -> TPContext:
         """The shards of experts, which expert parallelism divides too."""
         return replace(self, shards={**self.shards, **shards})
+
+    def full_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.token_loss is None or self.head is None:
+            return logits
+        padded = F.pad(logits, (0, self.head.most_tokens - logits.shape[-1]), value=-torch.inf)
+        return collectives.collect(padded, self.head.group, padded.ndim - 1)
 
     def sum_gradients(self, trained: Mapping[str, nn.Parameter]) -> None:
         sum_partial_gradients(trained, self.shards, self.grid)

@@ -50,6 +50,7 @@ def _sections(facts: TrainingFacts, folder: TrainingFolder) -> list[PageSection]
             title="Curves",
             content=join([curves, evaluation_table(steps), tables.bad_steps(folder), tables.sampled_steps(steps)]),
         ),
+        PageSection(key="samples", title="Samples", content=tables.written_texts(folder)),
         PageSection(
             key="costs",
             title="Memory, traffic and time",

@@ -98,6 +98,19 @@ def bad_steps(folder: TrainingFolder) -> Markup:
     return table_of(folder.bad_steps, columns, caption="Bad steps", numeric=(0, 2, 3)) if folder.bad_steps else NOTHING
 
 
+def written_texts(folder: TrainingFolder) -> Markup:
+    """What the model wrote, the newest step first and open; nothing without samples.every."""
+    by_step: dict[int, list[Markup]] = {}
+    for one in folder.samples:
+        prompt, written = tag("strong", text(one.get("prompt", ""))), text(one.get("text", ""))
+        by_step.setdefault(int(one["step"]), []).append(tag("pre", prompt, written, class_="sample"))
+    newest = max(by_step, default=0)
+    return join(
+        fold(text(f"after step {step:,}"), *by_step[step], is_open=step == newest)
+        for step in sorted(by_step, reverse=True)
+    )
+
+
 def sampled_steps(steps: Sequence[StepRecord]) -> Markup:
     """A few steps in numbers, the first and the last among them, for readers who cannot see the charts."""
     if not steps:

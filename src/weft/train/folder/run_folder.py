@@ -1,7 +1,8 @@
 """The folder of a run: run.toml, plan.toml, metrics.jsonl, ledger.json, report.html, checkpoints/, tensorboard/, and
 offload/ with the optimizer states of a plan that keeps them in files.
 
-A mixture of experts also has experts.jsonl: the load of every expert, every `logging.every` steps.
+A mixture of experts also has experts.jsonl: the load of every expert, every `logging.every` steps. With
+`samples.every` there is samples.jsonl: the texts that the model wrote.
 
 Only rank 0 writes here, except for checkpoints and states.
 """
@@ -17,7 +18,7 @@ from weft.core.disk import writing
 from weft.core.errors import InputError, RunFolderError
 from weft.core.json_files import read_json_table
 from weft.core.plan import Plan
-from weft.core.records import ExpertLoads, StepRecord
+from weft.core.records import ExpertLoads, StepRecord, TextSample
 from weft.core.run_spec import RunSpec
 from weft.core.state_folder import StateFolder
 from weft.train.folder.metrics_file import MetricsFile
@@ -32,6 +33,7 @@ class RunFolder:
         self.path = path
         self.metrics = MetricsFile(path / "metrics.jsonl", StepRecord.from_dict)
         self.experts = MetricsFile(path / "experts.jsonl", ExpertLoads.from_dict)
+        self.samples = MetricsFile(path / "samples.jsonl", TextSample.from_dict)
         self.ledger_path = path / "ledger.json"
         self.checkpoints_path = path / "checkpoints"
         self.tensorboard_path = path / "tensorboard"

@@ -5,20 +5,21 @@ Everything goes to stderr: stdout is for data. Only rank 0 prints.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 from weft.core.agreement import GUESSED_TIMES, has_guessed_times
-from weft.core.records import DtypeRecord, EvalRecord, StepRecord
+from weft.core.records import DtypeRecord, EvalRecord, StepRecord, TextSample
 from weft.core.units import format_bytes, format_count, format_seconds
 from weft.data.preview import Preview
 from weft.train.ledger.table import accuracy_table, cost_table
 from weft.train.loggers.step_progress import StepProgress
 
 MOST_LINES = 8  # on layers that fall back in one step
+PROMPT_CHARACTERS, TEXT_CHARACTERS = 40, 160  # of a sampled text
 
 
 class Display(StepProgress):
@@ -39,6 +40,12 @@ class Display(StepProgress):
             )
         if len(fallen) > MOST_LINES:
             self.line(f"float8: so do {len(fallen) - MOST_LINES} more layers, see metrics.jsonl")
+
+    def texts(self, samples: Sequence[TextSample]) -> None:
+        """Print what the model wrote, on one line each."""
+        for one in samples:
+            prompt, written = _on_one_line(one.prompt, PROMPT_CHARACTERS), _on_one_line(one.text, TEXT_CHARACTERS)
+            self.line(f"sample of step {one.step}: {prompt} -> {written}")
 
     def data(self, preview: Preview) -> None:
         """Print the counts and one row: colours show the tokens with a loss, brackets where there are none."""
@@ -131,3 +138,8 @@ def step_figures(record: StepRecord) -> str:
     load = f"  expert load {record.expert_load:.2f}x" if record.expert_load is not None else ""
     load += f", {record.dropped_share:.1%} dropped" if record.dropped_share is not None else ""
     return f"{loss}  norm {record.grad_norm:.3f}{load}  {speed}  {format_bytes(record.peak_memory_bytes)}{skipped}"
+
+
+def _on_one_line(written: str, most: int) -> str:
+    line = " ".join(written.split())
+    return line if len(line) <= most else f"{line[: most - 1]}…"

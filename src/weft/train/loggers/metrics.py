@@ -1,4 +1,5 @@
-"""Writer of step records: metrics.jsonl always, TensorBoard by default, trackers if asked, experts.jsonl for mixtures.
+"""Writer of step records: metrics.jsonl always, TensorBoard by default, trackers if asked, experts.jsonl for mixtures,
+samples.jsonl for sampled texts.
 
 Rank 0 only.
 """
@@ -6,8 +7,9 @@ Rank 0 only.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
-from weft.core.records import ExpertLoads, StepRecord, perplexity_of
+from weft.core.records import ExpertLoads, StepRecord, TextSample, perplexity_of
 from weft.train.folder.run_folder import RunFolder
 from weft.train.loggers.tensorboard import TensorBoard
 from weft.train.loggers.trackers import Trackers
@@ -29,6 +31,7 @@ class MetricsWriter:
         self.records = list(earlier)
         self._file = folder.metrics if is_writing else None
         self._experts = folder.experts if is_writing else None
+        self._samples = folder.samples if is_writing else None
         self._tensorboard = TensorBoard(folder.tensorboard_path) if tensorboard and is_writing else None
         self._trackers = trackers
 
@@ -47,13 +50,22 @@ class MetricsWriter:
         if self._experts is not None:
             self._experts.append(loads)
 
+    def write_samples(self, samples: Sequence[TextSample]) -> None:
+        if self._samples is not None:
+            for sample in samples:
+                self._samples.append(sample)
+        if self._tensorboard is not None and samples:
+            texts = {f"samples/{index}": f"{one.prompt}{one.text}" for index, one in enumerate(samples)}
+            self._tensorboard.write_texts(samples[0].step, texts)
+
     def rewind(self, step: int) -> None:
         """Drop everything after `step`: these steps are made again."""
         self.records = [record for record in self.records if record.step <= step]
         if self._file is not None and self._file.path.exists():
             self._file.drop_after(step)
-        if self._experts is not None and self._experts.path.exists():
-            self._experts.drop_after(step)
+        for beside in (self._experts, self._samples):
+            if beside is not None and beside.path.exists():
+                beside.drop_after(step)
         if self._tensorboard is not None:
             self._tensorboard.close()  # the next value opens a file that hides later steps of this one
 

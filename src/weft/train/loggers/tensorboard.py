@@ -1,9 +1,9 @@
-"""`TensorBoard`: scalars per step, in a folder that a resumed run continues."""
+"""`TensorBoard`: scalars and texts per step, in a folder that a resumed run continues."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ class TensorBoard:
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
         """Write the values that are not None. A full disk ends TensorBoard's curves, not the run."""
-        try:
-            self._write(step, values)
-        except OSError as error:
-            self._give_up(error)
+        given = {tag: value for tag, value in values.items() if value is not None}
+        self._write(step, lambda writer: [writer.add_scalar(tag, value, step) for tag, value in given.items()])
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        self._write(step, lambda writer: [writer.add_text(tag, one, step) for tag, one in texts.items()])
 
     def close(self) -> None:
         writer, self._writer = self._writer, None
@@ -36,14 +37,15 @@ class TensorBoard:
         reason = no_space(self._path) if is_full(error) else str(error)
         print(f"note: TensorBoard files are not written any more: {reason}", file=sys.stderr)
 
-    def _write(self, step: int, values: Mapping[str, float | None]) -> None:
+    def _write(self, step: int, add: Callable[[Any], object]) -> None:
         if self._is_over:
             return
-        if self._writer is None:  # after the first step: importing TensorBoard takes a second
-            from torch.utils.tensorboard import SummaryWriter
+        try:
+            if self._writer is None:  # after the first step: importing TensorBoard takes a second
+                from torch.utils.tensorboard import SummaryWriter
 
-            # Removes the values that an interrupted run had written after its last checkpoint.
-            self._writer = SummaryWriter(str(self._path), purge_step=step if step > 1 else None)
-        for tag, value in values.items():
-            if value is not None:
-                self._writer.add_scalar(tag, value, step)
+                # Removes the values that an interrupted run had written after its last checkpoint.
+                self._writer = SummaryWriter(str(self._path), purge_step=step if step > 1 else None)
+            add(self._writer)
+        except OSError as error:
+            self._give_up(error)
