@@ -10,7 +10,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Begin": ("new", "doctor"),
     "Plan": ("plan", "inference", "schedule", "dryrun"),
     "Train": ("train", "launch", "server", "verify"),
-    "Look": ("ui", "report", "bench", "comm"),
+    "Look": ("ui", "report", "profile", "bench", "comm"),
     "Use": ("export", "generate"),
 }
 OTHERS = "Other"
@@ -26,6 +26,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "verify": ("weft verify run.toml --plan plan.toml --nproc 4", "weft verify --all"),
     "ui": ("weft ui runs",),
     "report": ("weft report runs/first",),
+    "profile": ("weft profile run.toml --plan plan.toml", "weft profile runs/first --steps 2"),
     "export": ("weft export runs/first --out model",),
     "generate": ('weft generate runs/first --prompt "def main("',),
 }

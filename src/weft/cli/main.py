@@ -21,6 +21,7 @@ from weft.cli.inference import inference
 from weft.cli.launch.verb import launch
 from weft.cli.new import new
 from weft.cli.plan.verb import plan
+from weft.cli.profile import profile
 from weft.cli.report import report
 from weft.cli.schedule import schedule
 from weft.cli.server import server_app
@@ -42,7 +43,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for verb in (new, plan, inference, schedule, dryrun, train, verify, export, generate, report, ui, doctor):
+for verb in (new, plan, inference, schedule, dryrun, train, verify, export, generate, report, profile, ui, doctor):
     app.command(epilog=examples_of(verb.__name__))(verb)
 app.add_typer(bench_app)
 app.add_typer(comm_app)

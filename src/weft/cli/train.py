@@ -38,7 +38,6 @@ def train(
     """Train a model. Without arguments: a small Llama on Python's own source, on this machine."""
     from weft.cli.early_checks import require_inputs
     from weft.cli.resolve import plan_tables, require_known_sections, resolve_run
-    from weft.train.folder.lock import FolderLock
     from weft.train.folder.run_folder import RunFolder
     from weft.train.folder.state import is_finished, look_at
     from weft.train.job import Job, default_folder
@@ -75,15 +74,30 @@ def train(
             device=device.value,
             source=str(plan or "the plan"),
         )
-    is_main = outside is None or _given_rank() == 0
-    run_training = _run_beside_dry_run if is_main and job.run.ledger.dry_run else _run
+    run_locked(job, max_restarts=max_restarts)
+    if as_json and is_main_rank():
+        print(json.dumps({"run_dir": str(job.out), **RunFolder(job.out).read_ledger()}))
+
+
+def run_locked(job: Job, *, max_restarts: int = 0) -> None:
+    """Train under the folder's lock: in this process, in ranks that it starts, or as one rank of given ones."""
+    from weft.train.folder.lock import FolderLock
+    from weft.train.ranks.environment import given_ranks
+
+    is_one_of_many = given_ranks(os.environ) is not None
+    run_training = _run_beside_dry_run if is_main_rank() and job.run.ledger.dry_run else _run
     with FolderLock(job.out) as lock:
-        if outside is None:  # under torchrun rank 0 takes it after all ranks have joined: all fail with one message
+        if not is_one_of_many:  # under torchrun rank 0 takes it after all ranks have joined: all fail with one message
             _print_note(lock.acquire())
             job = dataclasses.replace(job, is_locked=True)
-        run_training(job, lock, is_one_of_many=outside is not None, max_restarts=max_restarts)
-    if as_json and is_main:
-        print(json.dumps({"run_dir": str(job.out), **RunFolder(job.out).read_ledger()}))
+        run_training(job, lock, is_one_of_many=is_one_of_many, max_restarts=max_restarts)
+
+
+def is_main_rank() -> bool:
+    """Whether this process is not another rank of a launcher than its first."""
+    from weft.train.ranks.environment import given_ranks
+
+    return given_ranks(os.environ) is None or int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) == 0
 
 
 def _require_one_start(resume: Path | None, out: Path | None, *, continues: bool) -> None:
@@ -164,7 +178,3 @@ def _run_beside_dry_run(job: Job, lock: FolderLock, *, is_one_of_many: bool, max
 def _print_note(note: str) -> None:
     if note:
         print(f"note: {note}", file=sys.stderr)
-
-
-def _given_rank() -> int:
-    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))

@@ -108,6 +108,21 @@ class SamplesSpec(Section):
         return self
 
 
+class ProfileSpec(Section):
+    """Steps that torch's profiler records, into the folder profile/ of the run."""
+
+    first_step: int = Field(
+        default=0, ge=0, description="the first step that is recorded; 0 is none. The first steps of a run are slower"
+    )
+    steps: int = Field(default=3, ge=1, description="steps that are recorded, at least 1")
+    ranks: Literal["first", "all"] = Field(default="first", description="first (rank 0) | all (a trace per rank)")
+    memory: bool = Field(default=True, description="record allocations too; on a GPU with a snapshot of the allocator")
+
+    @property
+    def last_step(self) -> int:
+        return self.first_step + self.steps - 1
+
+
 class LoggingSpec(Section):
     every: int = Field(default=10, ge=1, description="steps between plain log lines without a terminal")
     tensorboard: bool = Field(default=True, description="write TensorBoard files beside metrics.jsonl")

@@ -12,7 +12,16 @@ from pydantic import Field, model_validator
 from weft.core.adapter_spec import AdapterSpec
 from weft.core.config import Document, Section, sections_of
 from weft.core.data_spec import DataSpec
-from weft.core.loop_spec import HELD_OUT, CheckpointSpec, EvaluationSpec, LedgerSpec, LoggingSpec, LoopKeys, SamplesSpec
+from weft.core.loop_spec import (
+    HELD_OUT,
+    CheckpointSpec,
+    EvaluationSpec,
+    LedgerSpec,
+    LoggingSpec,
+    LoopKeys,
+    ProfileSpec,
+    SamplesSpec,
+)
 from weft.core.muon import Precision, Scale
 from weft.core.optimizers import NAMES, OPTIMIZERS, OptimizerKind
 from weft.core.parameter_groups import GroupSpec
@@ -186,6 +195,7 @@ class RunSpec(Document):
     logging: LoggingSpec = LoggingSpec()
     track: TrackSpec = TrackSpec()
     ledger: LedgerSpec = LedgerSpec()
+    profile: ProfileSpec = ProfileSpec()
 
     @property
     def tokenizer(self) -> str:

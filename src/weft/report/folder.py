@@ -23,6 +23,7 @@ from weft.report.series import Numbered
 
 METRICS, LEDGER, RUN, PLAN = "metrics.jsonl", "ledger.json", "run.toml", "plan.toml"
 PIPELINE = "pipeline.json"  # only of trainings with a pipeline
+PROFILE, OPERATORS = "profile", "operators.json"  # the folder of weft profile, and its largest operators
 SAMPLES = "samples.jsonl"  # only with samples.every
 EXPERTS = "experts.jsonl"  # only of mixtures of experts
 BAD_STEPS = "bad_steps.jsonl"  # only of runs with a loss that was not finite, or a spike
@@ -74,6 +75,8 @@ class RunRecords(Generic[Step]):
     experts: tuple[ExpertLoads, ...] = ()  # of a mixture of experts
     bad_steps: tuple[dict[str, Any], ...] = ()
     samples: tuple[dict[str, Any], ...] = ()
+    profile: dict[str, Any] = field(default_factory=dict)  # profile/operators.json
+    profile_files: tuple[str, ...] = ()
 
 
 TrainingFolder = RunRecords[StepRecord]
@@ -107,6 +110,8 @@ def read_folder(run_dir: Path) -> TrainingFolder:
         experts=_read_experts(run_dir / EXPERTS),
         bad_steps=read_lines(run_dir / BAD_STEPS),
         samples=read_lines(run_dir / SAMPLES),
+        profile=read_json(run_dir / PROFILE / OPERATORS, remarks) if (run_dir / PROFILE / OPERATORS).exists() else {},
+        profile_files=tuple(sorted(f"{PROFILE}/{path.name}" for path in (run_dir / PROFILE).glob("*-rank*"))),
     )
 
 

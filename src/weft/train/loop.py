@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from weft.checkpoint import CheckpointStore
@@ -32,6 +33,7 @@ from weft.train.allocator_gap import GapWatch, read_allocator
 from weft.train.bad_steps import BadSteps
 from weft.train.best import BestEvaluation
 from weft.train.build import Workbench
+from weft.train.due_steps import DueSteps
 from weft.train.ledger.ledger import peak_memory_bytes
 from weft.train.ledger.measuring import Measuring
 from weft.train.loggers.display import Display, evaluation_line
@@ -41,6 +43,7 @@ from weft.train.parts import StepCallback
 from weft.train.ranks.pace import slow_rank
 from weft.train.ranks.process import StopFlag, paces, phase
 from weft.train.rate import learning_rate_at
+from weft.train.step_profiler import StepProfiler
 from weft.train.text_samples import TextSampler
 
 
@@ -62,12 +65,13 @@ class TrainingLoop:
         is_saved: bool = True,
         callbacks: Sequence[StepCallback] = (),
         watched: Mapping[str, Any] | None = None,
-        folder: Path | None = None,
+        folder: Path,
+        is_main: bool = True,
     ) -> None:
         """`is_saved`: the engine's state is on a disk too, or new. `watched`: of the resumed checkpoint. `folder`: of
-        the run, on rank 0."""
+        the run; rank 0 writes there, and profiled ranks their traces."""
         self._callbacks, self._is_stopping = callbacks, False  # all ranks hear of a stop with the next step
-        self.run_spec = run
+        self.run_spec, self._due = run, DueSteps(run)
         self.engine = bench.engine
         self.bench = bench
         self.store = store
@@ -79,7 +83,9 @@ class TrainingLoop:
         self.copies = copies
         self.outcome = LoopOutcome()
         self.best, self._is_best = BestEvaluation.of(run), False
-        self.bad_steps = BadSteps(run, bench, folder)
+        self.bad_steps = BadSteps(run, bench, folder if is_main else None)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self._profiler = StepProfiler(run.profile, folder, rank=rank, device=bench.engine.device)
         self._sampler = TextSampler(run, bench.engine) if run.samples.every else None
         self._restore(watched)
         # A GPU runs ahead while the previous step's numbers are reduced; so do stages of a pipeline without flushes.
@@ -106,6 +112,9 @@ class TrainingLoop:
             raise
         finally:
             self.measuring.finish()
+            self._profiler.close()
+            if self._profiler.written:
+                self.display.line(f"profile: {', '.join(self._profiler.written)}")
             if self._recompiles is not None:
                 self._recompiles.close()
 
@@ -140,6 +149,10 @@ class TrainingLoop:
 
     def _train_step(self) -> PendingStep:
         step = self.engine.steps_done + 1
+        with self._profiler.step(step):
+            return self._make_step(step)
+
+    def _make_step(self, step: int) -> PendingStep:
         with self._timed(TimeTerm.DATA), phase(f"reading the batch of step {step}"):
             batch = self.bench.training.batch(self.samples)
         rate = learning_rate_at(self.run_spec.train, step)
@@ -187,16 +200,16 @@ class TrainingLoop:
                 return False
         else:
             self._require_finite(record)
-        if self._is_evaluation(record.step) and not wants_stop:
+        if self._due.is_evaluation(record.step) and not wants_stop:
             if record.step == self.run_spec.train.steps and self.engine.plan.offload.delayed:
                 self.engine.updates.restart()  # the last evaluation is of the weights that are saved
             record = self._evaluated(record)
             self._before = None
         record = self._with_pace(record)
         self.metrics.write(record)
-        if self._is_sampled(record.step) and not wants_stop:
+        if self._due.is_sampled(record.step) and not wants_stop:
             self._write_texts(record.step)
-        if pending.router is not None and self._is_logged(record.step):
+        if pending.router is not None and self._due.is_logged(record.step):
             self.metrics.write_experts(pending.router.loads(record.step))
         self.display.step(record)
         for callback in self._callbacks:
@@ -234,10 +247,10 @@ class TrainingLoop:
         """Between steps: poll finished saves, start due ones."""
         with self._timed(TimeTerm.CHECKPOINT), phase("saving a checkpoint", is_slow=True):
             self.store.poll()
-            if self.copies is not None and not stopping and self._is_copied(self.engine.steps_done):
+            if self.copies is not None and not stopping and self._due.is_copied(self.engine.steps_done):
                 self.copies.take(*self._state_and_meta(), step=self.engine.steps_done)
                 self._before = None
-            is_due = self._is_checkpoint(self.engine.steps_done) or self._is_kept_best
+            is_due = self._due.is_checkpoint(self.engine.steps_done) or self._is_kept_best
             if not stopping and is_due and self._last_saved != self.engine.steps_done:
                 self._save(asynchronous=self.run_spec.checkpoint.asynchronous)
                 self._before = None
@@ -303,33 +316,14 @@ class TrainingLoop:
     def _has_data(self) -> bool:
         return self.bench.training.has_batch(self.samples)
 
-    def _is_checkpoint(self, step: int) -> bool:
-        every = self.run_spec.checkpoint.every
-        return every > 0 and step % every == 0 and step < self.run_spec.train.steps
-
     @property
     def _is_kept_best(self) -> bool:
         """Whether the state that the newest evaluation measured is to be kept as the best."""
         return self._is_best and self.run_spec.checkpoint.keep_best is not None
 
-    def _is_copied(self, step: int) -> bool:
-        return self.copies is not None and step % self.run_spec.checkpoint.memory_every == 0
-
-    def _is_evaluation(self, step: int) -> bool:
-        every = self.run_spec.evaluation.interval
-        return every > 0 and (step % every == 0 or step == self.run_spec.train.steps)
-
-    def _is_sampled(self, step: int) -> bool:
-        return self._sampler is not None and step % self.run_spec.samples.every == 0
-
-    def _is_logged(self, step: int) -> bool:
-        return step == 1 or step % self.run_spec.logging.every == 0 or step == self.run_spec.train.steps
-
     def _is_pause(self, step: int) -> bool:
         """Whether the engine's state is read after this step, so that nothing may be in flight."""
-        if self.bad_steps.found is not None or self._is_checkpoint(step) or self._is_copied(step):
-            return True
-        return self._is_evaluation(step) or self._is_sampled(step)
+        return self.bad_steps.found is not None or self._due.is_pause(step)
 
     def _handle_bad(self, bad: BadStep) -> bool:
         """Skip, rewind or stop; whether the step is to be made again."""

@@ -151,7 +151,8 @@ def _train(
         is_saved=resumed.is_saved,
         callbacks=parts.callbacks,
         watched=resumed.watched,
-        folder=folder.path if process.is_main else None,
+        folder=folder.path,
+        is_main=process.is_main,
     )
     started = datetime.now(UTC).isoformat(timespec="seconds")
     outcome = _run_loop(loop, scene, display, metrics, done=bench.engine.steps_done)

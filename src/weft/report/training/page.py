@@ -17,6 +17,7 @@ from weft.report.training.evaluations import draw_evaluations, evaluation_table
 from weft.report.training.experts import draw_experts
 from weft.report.training.facts import TrainingFacts, gather_facts, verdict
 from weft.report.training.pipeline import pipeline_section
+from weft.report.training.profiled import profile_section
 
 _TERMS = (costs.memory_terms, costs.time_terms, costs.traffic, costs.offload, costs.collectives)
 
@@ -57,6 +58,7 @@ def _sections(facts: TrainingFacts, folder: TrainingFolder) -> list[PageSection]
             content=join([costs.remarks(folder), bars, tag("div", *terms, class_="columns")]),
         ),
         PageSection(key="pipeline", title="Pipeline", content=pipeline_section(folder.pipeline)),
+        PageSection(key="profile", title="Profile", content=profile_section(folder)),
         PageSection(key="experts", title="Experts", content=chart_grid(draw_experts(folder))),
         PageSection(
             key="precision",
