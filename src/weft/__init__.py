@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Plan": "weft.core.plan",
     "RunSpec": "weft.core.run_spec",
+    "StepFigures": "weft.engine.objective",
     "StepRecord": "weft.core.records",
     "WeftError": "weft.core.errors",
     "Engine": "weft.engine.engine",
@@ -31,6 +32,7 @@ __all__ = [
     "OptimizerPolicy",
     "Plan",
     "RunSpec",
+    "StepFigures",
     "StepRecord",
     "WeftError",
     "__version__",

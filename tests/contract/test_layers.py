@@ -211,6 +211,7 @@ def heavy_imports_and_words(
 def test_public_names_are_the_documented_ones_and_resolve() -> None:
     assert set(weft.__all__) == {
         "Engine",
+        "StepFigures",
         "OptimizerPolicy",
         "Plan",
         "RunSpec",

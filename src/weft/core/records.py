@@ -19,7 +19,7 @@ class StepRecord:
     """One optimizer step, equal on all ranks. A line of metrics.jsonl."""
 
     step: int  # 1 for the first
-    loss: float  # mean over all tokens of the global batch
+    loss: float  # mean over all tokens of the global batch; of pairs, over the pairs
     grad_norm: float  # before clipping, over the full model
     tokens: int  # tokens with a loss, over all ranks
     learning_rate: float
@@ -32,6 +32,7 @@ class StepRecord:
     loss_scale: float | None = None
     eval_loss: float | None = None  # of the held-out documents
     evaluations: dict[str, EvalRecord] | None = None  # of [[data.evaluation]], by name
+    figures: dict[str, float] | None = None  # of the objective, such as the accuracy of pairs
     changed: tuple[str, ...] | None = None  # keys of run.toml that a resume changed before this step
     # Steps with a rank that the others wait for: its own seconds of work in a step, and the median of the others.
     slow_rank: int | None = None
@@ -54,7 +55,12 @@ class StepRecord:
 
     def as_dict(self) -> dict[str, Any]:
         found = {name: one.as_dict() for name, one in (self.evaluations or {}).items()}
-        return {**record_fields(self), **({"evaluations": found} if found else {})}
+        figures = {name: value if math.isfinite(value) else None for name, value in (self.figures or {}).items()}
+        return {
+            **record_fields(self),
+            **({"evaluations": found} if found else {}),
+            **({"figures": figures} if figures else {}),
+        }
 
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> StepRecord:

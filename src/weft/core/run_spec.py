@@ -23,6 +23,7 @@ from weft.core.loop_spec import (
     SamplesSpec,
 )
 from weft.core.muon import Precision, Scale
+from weft.core.objective_spec import ObjectiveSpec
 from weft.core.optimizers import NAMES, OPTIMIZERS, OptimizerKind
 from weft.core.parameter_groups import GroupSpec
 from weft.core.track_spec import TrackSpec
@@ -63,7 +64,9 @@ class OptimizationKeys(Section):
     """Keys of [train] about the optimization."""
 
     steps: int = Field(default=200, ge=1, description="optimizer steps, at least 1")
-    global_batch: int = Field(default=32, ge=1, description="sequences per step over all ranks, at least 1")
+    global_batch: int = Field(
+        default=32, ge=1, description="sequences per step over all ranks (of pairs: pairs), at least 1"
+    )
     learning_rate: float = Field(default=3e-4, gt=0, description="the peak learning rate, above 0")
     optimizer: OptimizerKind = Field(default="adamw", description=NAMES)
     optimizer_kernel: Literal["auto", "fused", "foreach"] = Field(
@@ -187,6 +190,7 @@ class RunSpec(Document):
     model: ModelSpec
     adapter: AdapterSpec = AdapterSpec()
     data: DataSpec = DataSpec()
+    objective: ObjectiveSpec = ObjectiveSpec()
     train: TrainSpec = TrainSpec()
     router: RouterSpec = RouterSpec()
     evaluation: EvaluationSpec = EvaluationSpec()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from weft.core.errors import BatchError
+from weft.core.errors import BatchError, DataError
 from weft.data.mixture import MixedRows, Mixture
 from weft.data.order import permute
 from weft.data.rows import IGNORED, RowLayout, RowTable, open_rows, require_rows
@@ -47,6 +47,7 @@ class Loader:
         self._mixed = self.rows.order(seed=seed) if isinstance(self.rows, MixedRows) and shuffle else None
         self.num_rows = self.rows.num_rows
         self.total_samples = None if epochs is None else epochs * self.num_rows
+        self.columns: dict[str, NDArray[np.float64]] = {}  # by name: numbers [rows, per_sample] that batches carry
 
     def has_batch(self, position: int) -> bool:
         """Whether a batch that starts at this sample is not empty; equal on every rank."""
@@ -73,9 +74,22 @@ class Loader:
         share = self.global_batch // self.dp_degree
         samples = position + self.dp_rank * share + np.arange(share, dtype=np.int64)
         rows, filler = self._rows(samples)
-        batch = self.rows.read(rows)
+        batch: dict[str, NDArray[Any]] = dict(self.rows.read(rows))
         batch["labels"][np.repeat(filler, self.rows.per_sample)] = IGNORED
+        for name, values in self.columns.items():
+            batch[name] = self._column(name, values, rows, filler)
         return {name: torch.from_numpy(values) for name, values in batch.items()}
+
+    def _column(
+        self, name: str, values: NDArray[np.float64], rows: NDArray[np.int64], filler: NDArray[np.bool_]
+    ) -> NDArray[np.float64]:
+        found = np.where(filler[:, None], np.float64(0), values[rows])
+        if np.isnan(found).any():
+            raise DataError(
+                f"{name} of row {int(rows[np.isnan(found).any(axis=1)][0])} was not computed before the first step",
+                hint="a resume with another train.global_batch reads other samples: keep it, or start a new run",
+            )
+        return found.reshape(-1)
 
     def whole_batch(self, position: int) -> dict[str, torch.Tensor]:
         """The rows of all ranks, for inspection."""

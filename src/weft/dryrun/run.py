@@ -35,6 +35,7 @@ from weft.engine.measure.tracker import plain_tensors
 from weft.engine.optim.optimizers import OptimizerPolicy
 from weft.engine.pp.runtime import PipelineRuntime
 from weft.engine.precision import torch_dtype
+from weft.engine.preference import REFERENCE, objective_of
 from weft.models.adapter.build import run_skeleton
 from weft.models.build import build_config
 from weft.models.layout import ModelLayout, describe
@@ -195,6 +196,7 @@ class FakeTraining:
             self.skeleton,
             plan,
             optimizer=OptimizerPolicy.of(run.train),
+            objective=objective_of(run.objective),
             seed=run.train.seed,
             clip_norm=run.train.clip_norm,
             frozen=run.train.frozen,
@@ -202,7 +204,7 @@ class FakeTraining:
             weights=_FakeWeights(self.skeleton, describe(self.skeleton)),
             device=self.device,
         )
-        self._rows = run.train.global_batch // plan.mesh.dp_degree
+        self._rows = run.train.global_batch * run.objective.rows_per_sample // plan.mesh.dp_degree
 
     def expect_messages(self) -> None:
         """Register the shapes of received activations: the messages that announce them have no values here."""
@@ -227,7 +229,8 @@ class FakeTraining:
     def _batch(self) -> dict[str, torch.Tensor]:
         """A new batch per step, freed with it, as in training."""
         ids = torch.zeros((self._rows, self.run.data.sequence_length), dtype=torch.int64)
-        return {"input_ids": ids, "labels": ids.clone()}
+        column = {REFERENCE: torch.zeros(self._rows, dtype=torch.float64)} if self.run.objective.has_reference else {}
+        return {"input_ids": ids, "labels": ids.clone(), **column}
 
 
 def _with_library(peak: PeakRecord) -> PeakRecord:

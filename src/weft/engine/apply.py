@@ -91,6 +91,7 @@ def apply_plan(
     weights: WeightSource | None,
     frozen: Sequence[str] = (),
     has_own_objective: bool = False,
+    reads_full_logits: bool = False,
     router: RouterSpec | None = None,
 ) -> Applied:
     """Apply every axis of `plan` to `model`."""
@@ -105,7 +106,7 @@ def apply_plan(
     store_weights(model, torch_dtype(resting_dtype(plan)), only_trained=is_rounded)
     routers = find_and_build(model, plan, router or RouterSpec(), device=device)
     split_plan = split_pipeline(model, layout, plan.pipeline, topology) if topology.pp_degree > 1 else None
-    tp, ep = apply_tensor_and_expert(model, plan, topology, layout=layout, keep_logits_full=has_own_objective)
+    tp, ep = apply_tensor_and_expert(model, plan, topology, layout=layout, keep_logits_full=reads_full_logits)
     cp = apply_context_parallel(model, plan, topology, layout=layout, has_own_objective=has_own_objective)
     routers.wrap()
     widen_head(model, precision)

@@ -20,7 +20,7 @@ from weft.core.executable import require_executable
 from weft.core.masters import with_streamed_units
 from weft.core.plan import Plan
 from weft.core.plan_checks import require_consistent
-from weft.core.records import BufferRecord, DtypeRecord, EvalRecord, ParameterRecord, StepRecord
+from weft.core.records import EvalRecord, StepRecord
 from weft.core.run_spec import RouterSpec
 from weft.core.state_folder import StateFolder
 from weft.core.terms import TimeTerm
@@ -29,6 +29,7 @@ from weft.engine.apply import apply_plan
 from weft.engine.batch.packed_sequences import skip_packed_sequence_check
 from weft.engine.batch.rows import num_rows, share_of_rows, split_rows, to_device
 from weft.engine.buffers.sync import BufferSync
+from weft.engine.engine_records import EngineRecords
 from weft.engine.engine_state import EngineState
 from weft.engine.evaluation import sum_losses
 from weft.engine.kernels.attention import AttentionKernel
@@ -45,9 +46,10 @@ from weft.engine.optim.clip import global_norm
 from weft.engine.optim.for_plan import optimizer_for
 from weft.engine.optim.group_rates import GroupRates, require_one_base
 from weft.engine.optim.optimizers import OptimizerFactory, OptimizerPolicy
-from weft.engine.ownership import LocalShards, parameter_records
+from weft.engine.ownership import LocalShards
 from weft.engine.pending import PendingStep
 from weft.engine.precision import LossScale, products_of, torch_dtype
+from weft.engine.preference import PairObjective
 from weft.engine.router.apply import with_router_of
 from weft.engine.router.routers import tokens_of
 from weft.engine.state import meta_read
@@ -56,7 +58,7 @@ from weft.models.initial import WeightSource
 from weft.models.layout import describe
 
 
-class Engine(EngineState):
+class Engine(EngineState, EngineRecords):
     """See the module. Keyword arguments beyond `optimizer` have defaults that suit a Hugging Face causal LM."""
 
     def __init__(
@@ -94,6 +96,7 @@ class Engine(EngineState):
             weights=weights,
             frozen=frozen,
             has_own_objective=objective is not None,
+            reads_full_logits=objective is not None and not isinstance(objective, PairObjective),
             router=router,
         )
         self.layout, self.strategy, self.head_loss = applied.layout, applied.strategy, applied.head_loss
@@ -103,6 +106,8 @@ class Engine(EngineState):
         self._notes = (*applied.layout.notes, *applied.notes, *router_notes)
         self.shards: LocalShards = self.axes.shards
         self.objective = objective or objective_for(model, self.axes.token_loss, applied.head_loss)
+        if isinstance(objective, PairObjective):
+            objective.bind(model, plan, self.axes.token_loss)
         self.trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self.parameters = list(self.trained.values())
         self._seed = seed
@@ -165,10 +170,12 @@ class Engine(EngineState):
         if self.offload is not None:
             self.offload.memory.commit(self.steps_done, lambda: {"engine": self.scalars(), **self.commit_meta()})
         values, work = self.updates.gather_values(loss_sum, weight, norm, vote_stop=vote_stop)
+        values, figures = self.updates.add_figures(values)
         return PendingStep(
             step=self.steps_done,
             learning_rate=self.rates.rate,
             values=values,
+            figures=figures,
             work=work,
             timer=timer,
             skipped=skipped,
@@ -289,25 +296,7 @@ class Engine(EngineState):
         if kind is None:  # after an error the other ranks may never reach this collective
             self.close()
 
-    # --- records ------------------------------------------------------------------------------------------------
-
-    def coverage(self) -> list[ParameterRecord]:
-        """Which parameters are sharded on which axes and which stayed replicated."""
-        names_of, reasons = self.topology.axis_names_of, self.axes.replicated_reasons
-        return parameter_records(self.model, self.layout, names_of, shards=self.shards, reasons=reasons)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Notes to the user about this model and plan; after the first step also about buffers that change."""
-        return (*self._notes, *self.buffer_sync.notes())
-
-    def buffers(self) -> list[BufferRecord]:
-        """Which buffers are constants, and how ranks keep the others equal; known after the first step."""
-        return self.buffer_sync.records()
-
-    def dtypes(self) -> list[DtypeRecord]:
-        """The dtypes really used, looked up during the first step; empty before it."""
-        return self._dtypes.records()
+    # --- batches -------------------------------------------------------------------------------------------
 
     def share_of(self, global_batch: Batch) -> dict[str, torch.Tensor]:
         """This rank's rows of a batch that every rank holds in full."""

@@ -9,7 +9,7 @@ import torch
 
 from weft.comm.groups import sum_over
 from weft.engine.batch.rows import to_device
-from weft.engine.objective import Batch
+from weft.engine.objective import Batch, figures_of
 
 if TYPE_CHECKING:
     from weft.engine.engine import Engine
@@ -27,6 +27,7 @@ def sum_losses(engine: Engine, batches: Batch | Sequence[Batch]) -> torch.Tensor
             totals[0] += _measured(engine, engine.split(on_device)) * engine.axes.owns_loss
     finally:
         engine.model.train()
+        figures_of(engine.objective).clear()
         engine.strategy.after_evaluation()
     engine.buffer_sync.synchronise()  # a module may count evaluations too
     return sum_over(totals, None)

@@ -5,7 +5,7 @@ An objective never takes a mean: a mean of means over uneven ranks or micro-batc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -28,6 +28,37 @@ class Objective(Protocol):
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The summed loss, in float32, with gradients."""
         ...
+
+
+class StepFigures:
+    """StepFigures that an objective reports beside its loss: sums over a step, divided by the weight of the step.
+
+    An objective with an attribute `figures` adds to them in `loss_sum`; evaluations do not count. The figure "tokens"
+    is not divided: the tokens with a loss, where the weight counts something else.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+        self._sums: torch.Tensor | None = None
+
+    def add(self, values: Sequence[torch.Tensor]) -> None:
+        """Add one sum over samples per name."""
+        summed = torch.stack([value.detach().double() for value in values])
+        self._sums = summed if self._sums is None else self._sums + summed
+
+    def clear(self) -> None:
+        self._sums = None
+
+    def take(self, device: torch.device) -> torch.Tensor:
+        """The sums since the last call."""
+        found, self._sums = self._sums, None
+        return torch.zeros(len(self.names), dtype=torch.float64, device=device) if found is None else found
+
+
+def figures_of(objective: Objective) -> StepFigures:
+    """The figures that the objective reports; none for most."""
+    found: StepFigures = getattr(objective, "figures", None) or StepFigures()
+    return found
 
 
 class ModelLoss(Protocol):

@@ -21,7 +21,8 @@ class PendingStep:
 
     step: int
     learning_rate: float
-    values: torch.Tensor  # loss, gradient norm, tokens, votes to stop
+    values: torch.Tensor  # loss, gradient norm, weight, votes to stop, sums of the figures
+    figures: tuple[str, ...] = ()  # names, of the objective
     work: dist.Work | None = None  # the sum over all ranks in flight, with the norm squared
     timer: StepTimer  # forward, backward, optimizer
     skipped: bool
@@ -37,7 +38,9 @@ class PendingStep:
         if self.work is not None:
             self.work.wait()
         numbers = self._copied.wait() if self._copied is not None else self.values
-        loss, norm, tokens, votes = numbers.tolist()
+        loss, norm, weight, votes, *sums = numbers.tolist()
+        figures = dict(zip(self.figures, sums, strict=True))
+        tokens = figures.pop("tokens", weight)
         seconds = sum(self.timer.seconds().values())
         record = StepRecord(
             step=self.step,
@@ -49,6 +52,7 @@ class PendingStep:
             tokens_per_s=tokens / seconds if seconds > 0 else 0.0,
             skipped=self.skipped,
             loss_scale=self.loss_scale,
+            figures={name: value / max(weight, 1.0) for name, value in figures.items()} or None,
             **(self.router.figures() if self.router is not None else {}),
             **self.float8,
         )

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from weft.comm.groups import sum_over
 from weft.core.terms import MemoryTerm
-from weft.engine.objective import Batch
+from weft.engine.objective import Batch, figures_of
 from weft.engine.optim.adamw_low import AdamWLow
 from weft.engine.optim.clip import clip_factor, scale_gradients
 from weft.engine.precision import read_is_finite
@@ -56,6 +56,15 @@ class Updates:
         # float64: a float32 counts tokens exactly only up to 16.7 million
         values = (summed[0] / divisor(weight), norm, weight, summed[1])
         return torch.stack([value.double() for value in values]), None
+
+    def add_figures(self, values: torch.Tensor) -> tuple[torch.Tensor, tuple[str, ...]]:
+        """`values` with the sums of the objective's figures over all ranks, and their names."""
+        engine = self.engine
+        figures = figures_of(engine.objective)
+        if self.is_delayed or not figures.names:
+            return values, ()
+        sums = sum_over(figures.take(engine.device) * engine.axes.owns_loss, None)
+        return torch.cat([values, sums]), figures.names
 
     def drain(self) -> None:
         """Finish the micro-batches in flight. Collective."""

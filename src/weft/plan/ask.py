@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -25,6 +25,7 @@ from weft.models.shape.lookup import shape_from_path, shape_from_type, shape_of
 from weft.plan.columns import columns_of
 from weft.plan.estimate import Estimate, estimate
 from weft.plan.memory.budget import with_chosen_mixture
+from weft.plan.objective import fixed_by, keys_of, with_fixed
 from weft.plan.offloaded_blocks import with_chosen_blocks
 from weft.plan.pp.stages import Place
 from weft.plan.request import AttentionKind, Request, Workload
@@ -47,6 +48,7 @@ class Question:
     request: Request
     precision: dict[str, Any]  # the tables of [precision], as plan.toml has them
     assumed: tuple[str, ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # keys of plans that the run's objective fixes
 
 
 def ask(
@@ -72,8 +74,10 @@ def ask(
         global_batch = usual_batch(shape, sequence, num_devices=cluster.num_devices)
         assumed.append(f"a global batch of {global_batch:,} sequences (--global-batch)")
     tables = _precision_tables(precision)
+    per_sample = run.objective.rows_per_sample if run else 1
     workload = Workload(
-        global_batch=global_batch or cast(RunSpec, run).train.global_batch,
+        global_batch=(global_batch or cast(RunSpec, run).train.global_batch) * per_sample,
+        rows_per_sample=per_sample,
         sequence_length=sequence,
         optimizer=_optimizer(optimizer, run),
         optimizer_kernel=run.train.optimizer_kernel if run else "auto",
@@ -83,7 +87,8 @@ def ask(
         has_average=bool(run and run.train.ema_decay),
     )
     request = Request(shape=shape, cluster=cluster, workload=workload, precision=_policy(tables))
-    return Question(request=request, precision=tables, assumed=(*assumed, *shape.notes, *_attention_notes(request)))
+    notes = (*assumed, *shape.notes, *_attention_notes(request))
+    return Question(request=request, precision=tables, assumed=notes, fixed=fixed_by(run))
 
 
 def search_plans(
@@ -113,7 +118,8 @@ def search_plans(
         precision=precision,
         attention=attention,
     )
-    return search(question.request, freedom=Freedom(fixed=dict(fixed or {})), precision=question.precision, top=top)
+    chosen = with_fixed(question.fixed, fixed or {})
+    return search(question.request, freedom=Freedom(fixed=chosen), precision=question.precision, top=top)
 
 
 def estimate_plan(
@@ -137,6 +143,7 @@ def estimate_plan(
         precision=plan.precision.model_dump(exclude_none=True),
         attention=attention,
     )
+    with_fixed(question.fixed, keys_of(plan))
     request = replace(question.request, tp_may_leave_node=True)
     plan = with_chosen_blocks(request, with_chosen_mixture(request, plan))
     require_planned(request, plan)

@@ -186,7 +186,7 @@ def _budgets(request: Request, plan: Plan, beside: Sequence[Keys], budget_bytes:
 
 def _more_microbatches(request: Request, plan: Plan) -> list[int]:
     """Larger numbers of micro-batches, with the same result of a step."""
-    rows = request.workload.global_batch // plan.mesh.dp_degree
+    rows = request.workload.samples // plan.mesh.dp_degree
     return [count for count in range(plan.pipeline.microbatches + 1, rows + 1) if rows % count == 0]
 
 
@@ -212,7 +212,7 @@ def _more_devices(request: Request, plan: Plan, singles: Sequence[Keys]) -> Iter
     """Full sharding over more devices with as many sequences each; alone and with one more key."""
     degree, taken = plan.mesh.dp_degree, {"data_parallel.zero", "mesh.dp_shard", "mesh.dp_replicate"}
     for factor in FACTORS:
-        wider: Keys = {"mesh.dp_shard": degree * factor, "train.global_batch": request.workload.global_batch * factor}
+        wider: Keys = {"mesh.dp_shard": degree * factor, "train.global_batch": request.workload.samples * factor}
         if plan.mesh.dp_replicate > 1:
             wider["mesh.dp_replicate"] = 1
         if plan.data_parallel.zero < 3:

@@ -13,6 +13,7 @@ from weft.core.errors import BatchError, MeshError, NotBuiltError, PlanError, We
 from weft.core.executable import not_executed_reasons
 from weft.core.masters import has_masters_away
 from weft.core.model_shape import ModelShape
+from weft.core.objective_rules import check_objective
 from weft.core.optimizers import not_executed_with
 from weft.core.plan import Plan
 from weft.core.plan_checks import check_consistent
@@ -163,13 +164,9 @@ def _sample_reasons(plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
         yield "samples.every with strategy = 'dataparallel' is not executed", hint
 
 
-def _data_reasons(_plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
-    """There is an objective for the rows of the run."""
-    if run is not None and run.data.format == "preference":
-        yield (
-            "data.format = 'preference' gives pairs, and this version of weft has no objective that trains on pairs",
-            "set data.format to chat or prompt-completion to train on the chosen answers",
-        )
+def _objective_reasons(plan: Plan, run: RunSpec | None) -> Iterable[Reason]:
+    """There is an objective for the rows of the run, and the layout trains it."""
+    return check_objective(plan, run) if run is not None else []
 
 
 def known_shape(run: RunSpec) -> ModelShape | None:
@@ -197,7 +194,7 @@ RULES = (
     LegalityRule("copies", NotBuiltError, _copy_reasons),
     LegalityRule("samples", NotBuiltError, _sample_reasons),
     LegalityRule("bad steps", NotBuiltError, _bad_step_reasons),
-    LegalityRule("data", NotBuiltError, _data_reasons),
+    LegalityRule("objective", NotBuiltError, _objective_reasons),
 )
 
 

@@ -34,6 +34,12 @@ class Workload:
     muon_precision: Precision = "auto"
     has_average: bool = False  # of the weights, in float32
 
+    rows_per_sample: int = 1  # 2: pairs, which are not divided over ranks or micro-batches
+
+    @property
+    def samples(self) -> int:
+        return self.global_batch // self.rows_per_sample
+
     @property
     def tokens(self) -> int:
         return self.global_batch * self.sequence_length

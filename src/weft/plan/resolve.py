@@ -46,6 +46,7 @@ def resolve(
     it the mixture stays open. `machine` names them for choices that need no memory: the place of an offloaded update;
     default: `devices`, and without both the kind of device decides.
     """
+    tables = with_whole_loss(tables) if run.objective.is_of_pairs else tables
     plan = with_choices(with_mesh(tables, num_ranks=num_ranks), on_gpu=on_gpu, source=source)
     if num_ranks is not None and plan.num_ranks != num_ranks and plan.data_parallel.elastic:
         plan = with_data_parallel_ranks(plan, run, num_ranks)
@@ -101,6 +102,14 @@ def with_choices(tables: Tables, *, on_gpu: bool, source: str = "the plan") -> P
     if "loss" not in kernels and compiled.get("enabled", True) and not why_not_fused(plan):
         plan = plan.model_copy(update={"kernels": plan.kernels.model_copy(update={"loss": "fused"})})
     return plan
+
+
+def with_whole_loss(tables: Tables) -> Tables:
+    """`tables` with logits in full unless they ask for a fused loss: an objective of pairs reads them."""
+    kernels = tables.get("kernels", {})
+    if not isinstance(kernels, dict) or "loss" in kernels:
+        return tables
+    return {**tables, "kernels": {**kernels, "loss": "whole"}}
 
 
 def _in_bf16(tables: Tables) -> Tables:

@@ -24,7 +24,7 @@ def _batch_divides(request: Request, columns: Columns) -> Bools:
     # grids partition the rows of a micro-batch further
     side = columns.tensor_side.astype(np.int64)
     chunks = side * np.where(columns.is_cube, side, columns.tensor_depth)
-    return request.workload.global_batch % (columns.dp * columns.microbatches * chunks) != 0
+    return request.workload.samples % (columns.dp * columns.microbatches * chunks) != 0
 
 
 def _sequence_divides(request: Request, columns: Columns) -> Bools:
@@ -195,9 +195,9 @@ def nearest_legal(request: Request, fixed: dict[str, Any]) -> str:
         product = int(np.prod(degrees))
         return f"the fixed degrees multiply to {product}, which does not divide {request.cluster.num_devices} devices"
     ranks = degrees[0] * degrees[1]
-    if request.workload.global_batch % ranks:
-        above = -(-request.workload.global_batch // ranks) * ranks
-        return f"a global batch of {request.workload.global_batch} does not divide over {ranks} ranks; {above} would"
+    if request.workload.samples % ranks:
+        above = -(-request.workload.samples // ranks) * ranks
+        return f"a global batch of {request.workload.samples} does not divide over {ranks} ranks; {above} would"
     return "fix fewer keys with --set, or change the global batch or the sequence length"
 
 
@@ -217,6 +217,6 @@ def _why_not_partitioned(columns: Columns) -> str:
 
 def _nearest_batch(request: Request, columns: Columns) -> str:
     chunks = int(columns.dp[0] * columns.microbatches[0])
-    batch = request.workload.global_batch
+    batch = request.workload.samples
     below, above = batch // chunks * chunks, -(-batch // chunks) * chunks
     return f"use a global batch of {f'{below} or ' if below else ''}{above}"

@@ -197,7 +197,7 @@ def _stages_of(schedule: str, freedom: Freedom) -> tuple[int, ...]:
 
 def _with_microbatches(request: Request, table: Ints, freedom: Freedom) -> Ints:
     """Each candidate with every micro-batch size that is a power of two and divides its rows."""
-    batch = request.workload.global_batch
+    batch = request.workload.samples
     rows = np.maximum(batch // np.maximum(table[:, 0] * table[:, 1], 1), 1)
     given = freedom.fixed.get("pipeline.microbatches")
     if given is not None:

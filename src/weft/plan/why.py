@@ -176,8 +176,8 @@ def _sharded(request: Request, plan: Plan) -> Estimate | None:
 
 
 def _variant(request: Request, plan: Plan, *, mesh: dict[str, int], zero: int) -> Estimate | None:
-    rows = request.workload.global_batch // request.cluster.num_devices
-    if rows * request.cluster.num_devices != request.workload.global_batch or rows == 0:
+    rows = request.workload.samples // request.cluster.num_devices
+    if rows * request.cluster.num_devices != request.workload.samples or rows == 0:
         return None
     tables = {
         "mesh": mesh,

@@ -25,6 +25,7 @@ from torch import nn
 from weft import hardware
 from weft.comm.loopback import loopback_world
 from weft.core.errors import NotBuiltError
+from weft.core.objective_rules import require_next_token
 from weft.core.plan import Plan
 from weft.core.records import TechniqueRecord
 from weft.core.run_spec import RunSpec
@@ -98,6 +99,7 @@ def require_measurable(plan: Plan) -> None:
 def measure_engine(bench: Bench) -> tuple[Timed, list[TechniqueRecord], tuple[str, ...]]:
     """The figures of weft's own step, the state of each fast-path technique, and notes."""
     require_legal(bench.plan, bench.run)
+    require_next_token(bench.run, "weft bench step")
     require_measurable(bench.plan)
     with _world(bench.plan.num_ranks), ExitStack() as stack:
         config = build_config(bench.run.model, vocab_size=1)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.core.errors import DataError
+from weft.core.errors import BadValueError, DataError
 from weft.core.parameter_groups import require_matches
 from weft.core.plan import Plan
 from weft.core.run_spec import ModelSpec, RunSpec
@@ -21,7 +21,9 @@ from weft.data import Corpus, Loader, find_tokenizer, open_corpus, open_tokenize
 from weft.data.rows import RowLayout
 from weft.data.streaming import StreamingLoader
 from weft.engine.engine import Engine
+from weft.engine.objective import Objective
 from weft.engine.optim.optimizers import OptimizerPolicy
+from weft.engine.preference import objective_of
 from weft.models.adapter.build import run_skeleton, with_adapter
 from weft.models.adapter.targets import notes_on_experts
 from weft.models.build import build_config, build_skeleton
@@ -93,7 +95,7 @@ def build_workbench(
             skeleton,
             plan,
             optimizer=parts.optimizer or OptimizerPolicy.of(run.train),
-            objective=parts.objective,
+            objective=_objective(run, parts),
             seed=run.train.seed,
             clip_norm=run.train.clip_norm,
             frozen=run.train.frozen,
@@ -123,6 +125,16 @@ def build_workbench(
         no_evaluation=missing,
         base_digest=digest_of_base(run),
     )
+
+
+def _objective(run: RunSpec, parts: TrainParts) -> Objective | None:
+    """The caller's objective, or that of [objective]; None for the loss of the next token."""
+    if parts.objective is not None and run.objective.kind != "next_token":
+        raise BadValueError(
+            f"weft.train(objective=) is given beside objective.kind = {run.objective.kind!r}",
+            hint="leave one of them out",
+        )
+    return parts.objective or objective_of(run.objective)
 
 
 def prepare_data(run: RunSpec, process: Process, *, is_speaking: bool) -> Corpus:

@@ -46,6 +46,7 @@ from weft.train.pipeline.watch import PipelineWatch
 from weft.train.ranks.environment import read_local_size
 from weft.train.ranks.pace import slow_rank
 from weft.train.ranks.process import Process, StopFlag, join, leave, paces, phase
+from weft.train.reference import PairReference, add_reference
 from weft.train.resume import Resumed, agree_on_folder, resume_run
 
 
@@ -97,6 +98,7 @@ def _train(
         bench = build_workbench(
             job.run, plan, process, device=device, scene=scene, state_folder=states, corpus=corpus, parts=parts
         )
+        reference = _add_reference(job, bench, folder, process)
     store = CheckpointStore(
         folder.checkpoints_path,
         process_group=bench.engine.topology.checkpoint_group(),
@@ -116,6 +118,7 @@ def _train(
         if resumed.run is not None:
             history.record(bench.engine.steps_done, resumed.run, resumed.changes)
         folder.create(job.run, plan)
+        reference.write(folder)
         if bench.model_config is not None:
             bench.model_config.save_pretrained(str(folder.model_path))
     earlier = folder.metrics.drop_after(bench.engine.steps_done) if process.is_main else []
@@ -133,7 +136,7 @@ def _train(
     _introduce(display, bench, plan, process)
     if process.is_main and (job.run.data.sources or job.run.data.format != "text"):
         _show_data(job.run, bench, folder, display, position=resumed.samples)
-    for note in filter(None, (copies_note, *(copies.notes if copies is not None else ()))):
+    for note in filter(None, (reference.note, copies_note, *(copies.notes if copies is not None else ()))):
         display.line(f"note: {note}")
     account = Account(job.run, bench, plan, display=display, is_main=process.is_main)
     scene.measuring = account.measuring
@@ -199,6 +202,12 @@ def _same_mixture(plan: Plan, *, device: torch.device) -> Plan:
     dist.broadcast(counts, src=0)
     full, selective = counts.tolist()
     return with_mixture(plan, (full, selective))
+
+
+def _add_reference(job: Job, bench: Workbench, folder: RunFolder, process: Process) -> PairReference:
+    """Before a checkpoint is loaded: the engine has the initial weights."""
+    with phase("computing the reference's log-probabilities", is_slow=True):
+        return add_reference(job.run, bench, folder, process)
 
 
 def _introduce(display: Display, bench: Workbench, plan: Plan, process: Process) -> None:

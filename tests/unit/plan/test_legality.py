@@ -148,7 +148,7 @@ def test_each_rule_of_the_table_is_tried() -> None:
         "optimizer",
         "bad steps",
         "samples",
-    } | {"data"}
+    } | {"objective"}
     assert {one.name for one in RULES} == names
 
 

@@ -153,10 +153,10 @@ def test_a_streamed_run_resumes_with_the_bits_of_the_uninterrupted_one(
     assert min(opened[1:]) > 1  # the loader is made at the first window, and continues where the run was
 
 
-def test_training_on_pairs_is_refused_by_name(tokenizer: Path, rows: Path, tmp_path: Path) -> None:
+def test_next_tokens_of_pairs_are_refused_by_name(tokenizer: Path, rows: Path, tmp_path: Path) -> None:
     path = write_run(tmp_path / "run.toml", rows, {"data.format": "preference", "data.tokenizer": str(tokenizer)})
     code, _, err = call_weft("train", path, "--out", tmp_path / "run")
     assert code == 2
     assert "W204" in err
-    assert "no objective that trains on pairs" in " ".join(err.split())
+    assert "'next_token' does not train on pairs" in " ".join(err.split())
     assert not (tmp_path / "run").exists()

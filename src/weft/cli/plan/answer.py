@@ -22,8 +22,9 @@ from weft.plan.ask import Question, ask, require_planned
 from weft.plan.estimate import Estimate, estimate
 from weft.plan.formats import explain_precision, preset_as_dict
 from weft.plan.memory.budget import with_chosen_mixture
+from weft.plan.objective import keys_of, with_fixed
 from weft.plan.offloaded_blocks import with_chosen_blocks
-from weft.plan.resolve import with_choices
+from weft.plan.resolve import with_choices, with_whole_loss
 from weft.plan.rules import nearest_legal
 from weft.plan.search import Answer, search
 from weft.plan.space import Freedom, check_fixed
@@ -52,6 +53,8 @@ def find_plans(
     fixed = fixed_keys(settings)
     tables = _precision(plan_path, fixed, precision, devices)
     question = ask(model, devices, precision=tables, attention=attention, **workload)
+    if plan_path is None:
+        fixed = with_fixed(question.fixed, fixed)
     if host_memory_bytes is not None:
         cluster = replace(question.request.cluster, host_memory_bytes=host_memory_bytes)
         question = replace(question, request=replace(question.request, cluster=cluster))
@@ -94,7 +97,9 @@ def _precision(plan_path: Path | None, fixed: dict[str, Any], preset: str | None
 def _estimate_one(question: Question, path: Path, settings: list[str]) -> Answer:
     began_s = time.perf_counter()
     tables = {**apply_settings(read_toml(path), settings), "precision": question.precision}
+    tables = with_whole_loss(tables) if question.fixed else tables
     asked = with_choices(tables, on_gpu=not question.request.is_cpu, source=str(path))
+    with_fixed(question.fixed, keys_of(asked))
     chosen = with_chosen_blocks(question.request, with_chosen_mixture(question.request, asked))
     require_planned(question.request, chosen, source=str(path))
     found = estimate(question.request, chosen)

@@ -29,6 +29,7 @@ _GUARDED = (
     "data",
     "model",
     "adapter",
+    "objective",
     "train.seed",
     "train.global_batch",
     "train.optimizer",

@@ -37,6 +37,7 @@ class RunFolder:
         self.ledger_path = path / "ledger.json"
         self.checkpoints_path = path / "checkpoints"
         self.tensorboard_path = path / "tensorboard"
+        self.reference_path = path / "reference.safetensors"  # log-probabilities of the initial weights, for pairs
         self.sample_path = path / "sample.txt"  # one row of the data, with the tokens that count
         self.model_path = path / "model"  # the Hugging Face config, for export
 

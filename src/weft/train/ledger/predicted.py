@@ -71,7 +71,7 @@ def request_for(run: RunSpec, plan: Plan, *, config: Any, device: str) -> Reques
     question = ask(
         config.to_dict(),
         f"{plan.num_ranks}x{device}",
-        global_batch=run.train.global_batch,
+        global_batch=run.train.global_batch * run.objective.rows_per_sample,
         sequence_length=run.data.sequence_length,
         optimizer=run.train.optimizer,
         precision=plan.precision.model_dump(exclude_none=True),
@@ -83,6 +83,7 @@ def request_for(run: RunSpec, plan: Plan, *, config: Any, device: str) -> Reques
         attention=run.model.attention,
         muon_precision=run.train.muon_precision,
         has_average=run.train.ema_decay > 0,
+        rows_per_sample=run.objective.rows_per_sample,
     )
     return replace(question.request, workload=workload, tp_may_leave_node=True)
 

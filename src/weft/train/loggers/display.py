@@ -137,9 +137,15 @@ def step_figures(record: StepRecord) -> str:
     skipped = f"  skipped: {record.bad_step or 'overflow'}" if record.skipped else ""
     load = f"  expert load {record.expert_load:.2f}x" if record.expert_load is not None else ""
     load += f", {record.dropped_share:.1%} dropped" if record.dropped_share is not None else ""
+    load += "".join(f"  {name.replace('_', ' ')} {value:.3g}" for name, value in shown_figures(record).items())
     return f"{loss}  norm {record.grad_norm:.3f}{load}  {speed}  {format_bytes(record.peak_memory_bytes)}{skipped}"
 
 
 def _on_one_line(written: str, most: int) -> str:
     line = " ".join(written.split())
     return line if len(line) <= most else f"{line[: most - 1]}…"
+
+
+def shown_figures(record: StepRecord) -> dict[str, float]:
+    """The objective's figures that fit into a line: the last two, for pairs margin and accuracy."""
+    return dict(list((record.figures or {}).items())[-2:])

@@ -88,7 +88,10 @@ def _scalars(record: StepRecord) -> dict[str, float | None]:
         "memory/reserved_bytes": record.reserved_memory_bytes,
         "train/loss_scale": record.loss_scale,
         "evaluation/loss": record.eval_loss,
-        "evaluation/perplexity": None if record.eval_loss is None else perplexity_of(record.eval_loss),
+        "evaluation/perplexity": None
+        if record.eval_loss is None or record.figures
+        else perplexity_of(record.eval_loss),
+        **{f"train/{name}": value for name, value in (record.figures or {}).items()},
         "experts/load": record.expert_load,
         "experts/load_max": record.expert_load_max,
         "experts/entropy": record.expert_entropy,

@@ -1,0 +1,64 @@
+"""Runs and layouts that do not train an objective, and why: one (sentence, hint) each. Declarations alone; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from weft.core.errors import NotBuiltError
+from weft.core.plan import Plan
+from weft.core.run_spec import RunSpec
+
+# keys that a search of plans fixes for an objective of pairs
+FIXED = {"mesh.pp": 1, "mesh.cp": 1, "mesh.ep": 1, "tensor_parallel.mode": "1d", "kernels.loss": "whole"}
+
+
+def check_objective(plan: Plan, run: RunSpec) -> Iterator[tuple[str, str]]:
+    """Every reason against training the objective of `run` under `plan`."""
+    objective, has_pairs = run.objective, run.data.format == "preference"
+    if has_pairs and not objective.is_of_pairs:
+        yield (
+            "data.format = 'preference' gives pairs, and objective.kind = 'next_token' does not train on pairs",
+            "set objective.kind = 'dpo', or data.format to chat or prompt-completion to train on the chosen answers",
+        )
+    if not objective.is_of_pairs:
+        return
+    if not has_pairs:
+        yield (
+            f"objective.kind = {objective.kind!r} needs pairs, and data.format is {run.data.format!r}",
+            "set data.format = 'preference', or leave [objective] out",
+        )
+    for is_refused, what, hint in (*_not_of_layout(plan), *_not_of_reference(plan, run)):
+        if is_refused:
+            yield f"this version of weft does not execute objective.kind = {objective.kind!r} with {what}", hint
+
+
+def require_next_token(run: RunSpec, verb: str) -> None:
+    """Refuse a verb that knows the loss of the next token alone."""
+    if run.objective.kind != "next_token":
+        raise NotBuiltError(
+            f"{verb} does not know objective.kind = {run.objective.kind!r} yet",
+            hint="--set objective.kind=next_token with another data.format does the same layout without it",
+        )
+
+
+def _not_of_layout(plan: Plan) -> Iterator[tuple[bool, str, str]]:
+    mesh, mode = plan.mesh, plan.tensor_parallel.mode
+    for axis, size in (("pp", mesh.pp), ("cp", mesh.cp), ("ep", mesh.ep)):
+        yield size > 1, f"mesh.{axis} = {size}", f"set mesh.{axis} = 1"
+    is_grid = mesh.tp > 1 and mode != "1d"
+    yield is_grid, f"tensor_parallel.mode = {mode!r}", "set tensor_parallel.mode = '1d'"
+    is_threaded = plan.data_parallel.strategy == "dataparallel"
+    yield is_threaded, "data_parallel.strategy = 'dataparallel'", "set data_parallel.strategy = 'ddp'"
+    is_fused = plan.kernels.loss == "fused"
+    yield is_fused, "a fused loss (kernels.loss)", "set kernels.loss = 'whole', or leave it out"
+
+
+def _not_of_reference(plan: Plan, run: RunSpec) -> Iterator[tuple[bool, str, str]]:
+    """The reference is computed once, by the run's first weights, for the samples that the run will read."""
+    has, hint = run.objective.has_reference, "set objective.reference = 'none'"
+    yield has and run.data.streaming, "a reference and data.streaming", f"{hint}, or data.streaming = false"
+    is_rewind = run.train.on_bad_step == "rewind"
+    skips = "set train.on_bad_step = 'skip'"
+    yield has and is_rewind, "a reference and train.on_bad_step = 'rewind', which reads more samples", skips
+    is_in_files, what = plan.offload.optimizer == "nvme", "a reference and states in files (offload.optimizer)"
+    yield has and is_in_files, what, "set offload.optimizer = 'cpu'"
