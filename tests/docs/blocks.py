@@ -26,6 +26,7 @@ GUIDES = (
     "data",
     "fine-tune",
     "lora",
+    "preference",
     "models",
     "layouts",
     "tensor-parallel",

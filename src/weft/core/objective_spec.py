@@ -11,21 +11,26 @@ from weft.core.config import Section
 _KEYS_OF = {
     "next_token": (),
     "dpo": ("loss", "beta", "label_smoothing", "reference", "per_token"),
+    "orpo": ("beta",),
 }
 
 
 class ObjectiveSpec(Section):
     """The loss: of the next token, or of pairs of a chosen and a rejected answer. A loss of pairs is their mean."""
 
-    kind: Literal["next_token", "dpo"] = Field(
+    kind: Literal["next_token", "dpo", "orpo"] = Field(
         default="next_token",
-        description="next_token | dpo (direct preference optimisation, with data.format = 'preference')",
+        description="next_token | dpo (direct preference optimisation) | orpo (odds ratio of the answers, without a "
+        "reference); both with data.format = 'preference'",
     )
     loss: Literal["sigmoid", "ipo"] = Field(
         default="sigmoid", description="dpo: sigmoid (-log sigmoid(beta x margin)) | ipo ((margin - 1 / (2 beta))^2)"
     )
     beta: float = Field(
-        default=0.1, gt=0, description="dpo: how closely the reference is followed; rewards are multiplied by it"
+        default=0.1,
+        gt=0,
+        description="dpo: how closely the reference is followed | orpo: weight of the odds ratio; rewards are "
+        "multiplied by it",
     )
     label_smoothing: float = Field(
         default=0.0, ge=0, lt=0.5, description="dpo, sigmoid: the share of pairs taken to be swapped, 0 up to below 0.5"

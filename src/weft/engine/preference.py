@@ -4,6 +4,8 @@
     margin      (log p(chosen) - log p(rejected)) - (the same of the reference)
     dpo         -(1 - s) log sigmoid(beta margin) - s log sigmoid(-beta margin)         s: label_smoothing
     ipo         (margin - 1 / (2 beta))^2
+    orpo        -a(chosen) - beta log sigmoid(odds(chosen) - odds(rejected))     odds = a - log(1 - exp a), a = log p
+                over the number of labels
 
 Log-probabilities of the reference come with the batch (`engine/reference.py`). The loss is a sum over pairs and the
 weight their number, so the engine's division makes it a mean over the pairs of the global batch in every layout.
@@ -11,6 +13,7 @@ weight their number, so the engine's division makes it a mean over the pairs of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ from weft.core.plan import Plan
 from weft.engine.objective import IGNORED, Batch, StepFigures, TokenLoss, is_hugging_face, logits_of
 
 REFERENCE = "reference_log_probs"  # of a batch: one number per row
+_REWARDS = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy")
 
 
 class RowLogProbs:
@@ -91,7 +95,7 @@ class DirectPreference(PairObjective):
 
     def __init__(self, spec: ObjectiveSpec) -> None:
         self.spec = spec
-        self.figures = StepFigures("tokens", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy")
+        self.figures = StepFigures("tokens", *_REWARDS)
 
     def pair_losses(self, log_probs: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor]]:
         spec = self.spec
@@ -107,6 +111,26 @@ class DirectPreference(PairObjective):
             gains = gains / (batch["labels"] != IGNORED).sum(-1).clamp(min=1)
         chosen, rejected = gains[0::2], gains[1::2]
         return _pair_loss(chosen - rejected, spec), _rewards(chosen * spec.beta, rejected * spec.beta)
+
+
+class OddsRatio(PairObjective):
+    """The likelihood of the chosen answer, and the ratio of the odds of both, by their mean log-probabilities."""
+
+    def __init__(self, spec: ObjectiveSpec) -> None:
+        self.spec = spec
+        self.figures = StepFigures("tokens", "chosen_loss", *_REWARDS)
+
+    def pair_losses(self, log_probs: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        means = log_probs / (batch["labels"] != IGNORED).sum(-1).clamp(min=1)
+        chosen, rejected = means[0::2], means[1::2]
+        ratio = (chosen - rejected) - (_log_of_rest(chosen) - _log_of_rest(rejected))
+        losses = -chosen - self.spec.beta * F.logsigmoid(ratio)
+        return losses, [-chosen, *_rewards(chosen * self.spec.beta, rejected * self.spec.beta)]
+
+
+def _log_of_rest(log_prob: torch.Tensor) -> torch.Tensor:
+    """log(1 - exp(log_prob)), finite where an answer is certain (and for rows without labels, which do not count)."""
+    return torch.log(-torch.expm1(log_prob.clamp(max=-1e-12)))
 
 
 def _pair_loss(margin: torch.Tensor, spec: ObjectiveSpec) -> torch.Tensor:
@@ -132,4 +156,5 @@ def _counted_pairs(labels: torch.Tensor) -> torch.Tensor:
 
 def objective_of(spec: ObjectiveSpec) -> PairObjective | None:
     """The objective of [objective]; None for the loss of the next token, which the engine makes."""
-    return DirectPreference(spec) if spec.kind == "dpo" else None
+    kinds: dict[str, Callable[[ObjectiveSpec], PairObjective]] = {"dpo": DirectPreference, "orpo": OddsRatio}
+    return kinds[spec.kind](spec) if spec.kind in kinds else None

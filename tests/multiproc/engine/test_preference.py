@@ -17,7 +17,7 @@ from tiny_run import metrics, train_here
 from tolerances import SAME_CURVE_LOSS_ABS, SAME_CURVE_NORM_REL
 
 from weft.core.objective_spec import ObjectiveSpec
-from weft.engine.preference import REFERENCE, DirectPreference
+from weft.engine.preference import REFERENCE, objective_of
 from weft.engine.reference import row_log_probs
 
 STEPS, PAIRS, LENGTH = 5, 8, 16
@@ -37,7 +37,7 @@ OF_FOUR: dict[str, dict[str, Any]] = {
     "HSDP": {"mesh": {"dp_replicate": 2, "dp_shard": 2}, "data_parallel": {"zero": 3}},
     "ZeRO-3 x tp": {"mesh": {"dp_shard": 2, "tp": 2}, "data_parallel": {"zero": 3}, **ACCUMULATED},
 }
-OBJECTIVES = {"sigmoid": {"label_smoothing": 0.1}, "ipo": {"loss": "ipo"}}
+OBJECTIVES = {"sigmoid": {"label_smoothing": 0.1}, "ipo": {"loss": "ipo"}, "orpo": {"kind": "orpo"}}
 
 
 def batch_of(step: int) -> dict[str, torch.Tensor]:
@@ -51,7 +51,7 @@ def batch_of(step: int) -> dict[str, torch.Tensor]:
 
 
 def curve_of(plan: dict[str, Any], keys: dict[str, Any]) -> list[dict[str, float]]:
-    engine = build_engine("qwen3-tied", plan, objective=DirectPreference(ObjectiveSpec(kind="dpo", **keys)))
+    engine = build_engine("qwen3-tied", plan, objective=objective_of(ObjectiveSpec(**{"kind": "dpo", **keys})))
     batches = [engine.share_of(batch_of(step)) for step in range(STEPS)]
     references = [row_log_probs(engine, batch) for batch in batches]
     found = []

@@ -14,7 +14,7 @@ from weft.core.errors import BatchError, NotBuiltError
 from weft.core.objective_spec import ObjectiveSpec
 from weft.core.plan import Plan
 from weft.engine.objective import Batch, CausalLanguageModel
-from weft.engine.preference import REFERENCE, DirectPreference
+from weft.engine.preference import REFERENCE, DirectPreference, objective_of
 from weft.engine.reference import row_log_probs
 
 PAIRS, LENGTH = 4, 12
@@ -141,3 +141,29 @@ def test_an_objective_of_ones_own_reports_figures() -> None:
     batch = pairs()
     record = build_engine("qwen3-tied", {"pipeline": {"microbatches": 2}}, objective=Counted()).step(batch)
     assert record.figures == {"rows": 2 * PAIRS / record.tokens}
+
+
+def test_orpo_is_its_formula() -> None:
+    beta = 0.4
+    objective = objective_of(ObjectiveSpec(kind="orpo", beta=beta))
+    engine = build_engine("qwen3-tied", {"pipeline": {"microbatches": 2}}, objective=objective, clip_norm=0.0)
+    plain = build_engine("qwen3-tied", {}).model
+    found: dict[str, torch.Tensor] = {}
+    engine.on_gradients = lambda values: found.update({key: value.clone() for key, value in values.items()})
+    batch = pairs(filler=True)
+    record = engine.step(batch)
+    losses = []
+    for pair in range(PAIRS - 1):
+        means = []
+        for row in (2 * pair, 2 * pair + 1):
+            logits = plain(input_ids=batch["input_ids"][row][None], use_cache=False).logits[0].double()
+            at = batch["labels"][row] != -100
+            means.append(logits.log_softmax(-1)[at].gather(-1, batch["labels"][row][at, None]).mean())
+        odds = [mean.exp() / (1 - mean.exp()) for mean in means]
+        losses.append(-means[0] - beta * torch.log(torch.sigmoid(torch.log(odds[0] / odds[1]))))
+    loss = torch.stack(losses).mean()
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert record.loss == pytest.approx(loss.item(), rel=FORMULA_ABS)
+    for key, parameter in plain.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(found[key], parameter.grad, atol=FORMULA_ABS, rtol=1e-4)
