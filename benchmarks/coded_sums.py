@@ -47,18 +47,20 @@ def train_rank(rank: int, store: str, steps: int) -> None:
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS, timeout=timedelta(minutes=20)
     )
-    cases = [("DDP", name) for name in FORMATS] + [("ZeRO-3", name) for name in ("float32", "int8")]
-    for layout, name in cases:
-        row = train_case(layout, name, steps)
+    cases = [("DDP", name, False) for name in FORMATS] + [("ZeRO-3", name, False) for name in ("float32", "int8")]
+    cases += [(layout, "int8", True) for layout in LAYOUTS]
+    for layout, name, feeds_back in cases:
+        row = train_case(layout, name, steps, feeds_back=feeds_back)
         if rank == 0:
             print(json.dumps(row), flush=True)
     dist.destroy_process_group()
 
 
-def train_case(layout: str, name: str, steps: int) -> dict[str, Any]:
+def train_case(layout: str, name: str, steps: int, *, feeds_back: bool) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
+    from weft.checkpoint.parts import OF_ONE_RANK
     from weft.core.plan import Plan
     from weft.core.run_spec import RunSpec
     from weft.data import open_corpus
@@ -78,7 +80,13 @@ def train_case(layout: str, name: str, steps: int) -> dict[str, Any]:
     source = build_skeleton(config)
     engine = Engine(
         build_skeleton(config),
-        Plan.from_tables({**LAYOUTS[layout], "precision": {"reduce": name}}),
+        Plan.from_tables(
+            {
+                **LAYOUTS[layout],
+                "precision": {"reduce": name},
+                "data_parallel": {"zero": 3 if layout == "ZeRO-3" else 0, "error_feedback": feeds_back},
+            }
+        ),
         optimizer=OptimizerPolicy.of(run.train),
         weights=InitialWeights(source, describe(source), seed=0, device=torch.device("cpu")),
         seed=0,
@@ -99,7 +107,9 @@ def train_case(layout: str, name: str, steps: int) -> dict[str, Any]:
     is_weights = {"DDP": (), "ZeRO-3": ("all_gather",)}[layout]
     sent = sum(int(row["bytes"]) for row in meter.traffic if row["collective"] not in is_weights)
     digest = hashlib.sha256()
-    for _, value in sorted(engine.state().items()):
+    for name_of, value in sorted(engine.state().items()):
+        if name_of.startswith(OF_ONE_RANK):
+            continue
         full = value.full_tensor() if hasattr(value, "full_tensor") else value
         digest.update(full.detach().float().numpy().tobytes())
     digests = [""] * RANKS
@@ -107,8 +117,9 @@ def train_case(layout: str, name: str, steps: int) -> dict[str, Any]:
     evaluation = engine.evaluate([held_out.batch(index * rows) for index in range(8)]).loss
     engine.close()
     return {
-        "layout": layout, "reduce": name, "steps": steps, "loss": statistics.fmean(losses[-20:]),
-        "held_out": evaluation, "gradient_bytes": sent, "equal_on_all_ranks": len(set(digests)) == 1,
+        "layout": layout, "reduce": name, "error_feedback": feeds_back, "steps": steps,
+        "loss": statistics.fmean(losses[-20:]), "held_out": evaluation, "gradient_bytes": sent,
+        "equal_on_all_ranks": len(set(digests)) == 1,
     }  # fmt: skip
 
 

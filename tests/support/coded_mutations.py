@@ -69,6 +69,38 @@ def summed_in_codes() -> Bug:
     return patch.object(weft.comm.coded_sums._Scatter, "finish", finish)
 
 
+def errors_forgotten() -> Bug:
+    def forgotten(self: Any, given: torch.Tensor) -> None:
+        given.zero_()
+
+    return patch.object(weft.comm.coded_sums._Scatter, "keep_errors", forgotten)
+
+
+def errors_of_the_sum_forgotten() -> Bug:
+    """An all-reduce rounds twice; only what a rank has sent itself is made up for."""
+    finish = weft.comm.coded_sums.CodedSum.finish
+
+    def once(self: Any) -> None:
+        one = self._under_way
+        finish(self)
+        if one is not None and one.errors is not None:
+            one.errors.copy_(one.given_before).sub_(decode_rows(one.scatter))
+
+    begin = weft.comm.coded_sums.CodedSum.begin
+
+    def beginning(self: Any, values: torch.Tensor, *, place: int = 0) -> Any:
+        done = begin(self, values, place=place)
+        if self._under_way.errors is not None:
+            object.__setattr__(self._under_way, "given_before", self._under_way.errors.clone())
+        return done
+
+    return patch.multiple(weft.comm.coded_sums.CodedSum, begin=beginning, finish=once)
+
+
+def decode_rows(scatter: Any) -> torch.Tensor:
+    return decode(scatter.sent, scatter.count, scatter.name)
+
+
 def sum_not_rounded_for_its_owner() -> Bug:
     """The owner keeps the sum as it is; all others get codes."""
     begin = weft.comm.coded_sums.CodedSum.finish

@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from weft.core.shards import Chunk
 
+OF_ONE_RANK = "rank."  # prefix of tensors that only a rank of the same layout continues from
+
 
 class ShardTensor(Tensor):
     """`local`: this rank's memory; `chunks`: its positions in the global tensor; `release`: called after a save has

@@ -25,7 +25,7 @@ from torch import Tensor
 from weft.checkpoint.exchange import Exchange
 from weft.checkpoint.layout import list_steps, quarantine, step_path
 from weft.checkpoint.manifest import Manifest
-from weft.checkpoint.match import require_match
+from weft.checkpoint.match import require_match, without_other_ranks
 from weft.checkpoint.older import with_stored_shapes
 from weft.checkpoint.reader import first_failure, load_into
 from weft.checkpoint.saver import CommittedCheckpoint, Saver, StagedSave
@@ -42,6 +42,7 @@ class LoadedCheckpoint:
     meta: dict[str, Any]
     path: Path
     rejected: list[tuple[str, str]]
+    notes: tuple[str, ...] = ()  # what was not loaded
 
 
 class CheckpointStore:
@@ -103,9 +104,10 @@ class CheckpointStore:
         self._join()
         found, manifest = self._choose(step)
         state = with_stored_shapes(state, manifest)
-        require_match(state, manifest, self._exchange, name=found.path.name)
+        state, expected, notes = without_other_ranks(state, manifest, self._exchange)
+        require_match(state, expected, self._exchange, name=found.path.name)
         load_into(state, found.path, manifest, self._exchange.group)
-        return found
+        return replace(found, notes=notes)
 
     def list(self) -> list[int]:
         """Committed steps, newest first, by name; not verified."""

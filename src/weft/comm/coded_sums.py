@@ -7,13 +7,17 @@
 A ring would round at every hop: its error grows with the number of ranks, this one's does not. A rank's own share is
 rounded as all others, and every rank decodes the same codes, so the result is the same on all of them. Sums are made in
 float64 and rounded to float32 once: the order of ranks does not matter.
+
+With error feedback a rank adds what its codes lost to the numbers it sends next in the same place; the owner of a share
+adds what the codes of the sum lost, so both roundings of an all-reduce are made up for. What has arrived after any
+number of sums is what was given, but for the errors held now.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -37,8 +41,10 @@ class CodedRecord:
     group: dist.ProcessGroup
     format: str
     kind: Literal["reduce_scatter", "all_reduce", "all_gather"]
-    given: Tensor  # [ranks, count]; of an all-gather [count]
+    given: Tensor  # [ranks, count], earlier errors added; of an all-gather [count]
     received: Tensor
+    place: str = ""  # of its errors, with error feedback
+    without_errors: Tensor | None = None  # `given` before earlier errors were added
 
 
 _watchers: list[Callable[[CodedRecord], None]] = []
@@ -62,8 +68,8 @@ def gather_codes(rows: Tensor, own: Tensor, group: dist.ProcessGroup, name: str)
     _tell(CodedRecord(group, name, "all_gather", given, rows))
 
 
-def _gather(rows: Tensor, own: Tensor, group: dist.ProcessGroup, component: str, name: str) -> None:
-    """Rows may be fewer numbers than codes: the last ones are padding."""
+def _gather(rows: Tensor, own: Tensor, group: dist.ProcessGroup, component: str, name: str) -> Tensor:
+    """Returns what the codes of `own` say. Rows may be fewer numbers than codes: the last ones are padding."""
     name, count = name if _Scatter.rounds else "float32", own.numel()
     message = encode(own.reshape(1, -1), name)
     messages = message.new_empty((group.size(), message.shape[1]))
@@ -72,6 +78,7 @@ def _gather(rows: Tensor, own: Tensor, group: dist.ProcessGroup, component: str,
     flat = rows.view(-1)
     for part, one in zip(torch.split(flat, count), torch.split(messages, 1), strict=False):
         part.copy_(decode(one, count, name)[0, : part.numel()])
+    return decode(message, count, name)[0]
 
 
 @contextmanager
@@ -84,11 +91,29 @@ def without_rounding() -> Iterator[None]:
         _Scatter.rounds = True
 
 
-def scatter_sum(shares: Tensor, group: dist.ProcessGroup, name: str) -> Tensor:
-    """This rank's row of the sum of `shares` [ranks, count] over the group, in float32."""
-    summed = _Scatter.begin(shares, group, name).finish()
-    _tell(CodedRecord(group, name, "reduce_scatter", shares, summed))
+@torch.no_grad()
+def scatter_sum(
+    shares: Tensor, group: dist.ProcessGroup, name: str, errors: Tensor | None = None, *, place: str = ""
+) -> Tensor:
+    """This rank's row of the sum of `shares` [ranks, count] over the group, in float32. `errors`, of the shape of the
+    shares, are those of the sum before in this place; they become those of this one."""
+    given, record = _with_errors(shares, errors, CodedRecord(group, name, "reduce_scatter", shares, shares, place))
+    scatter = _Scatter.begin(given, group, name)
+    summed = scatter.finish()
+    if errors is not None:
+        scatter.keep_errors(errors)
+    _tell(replace(record, received=summed))
     return summed
+
+
+def _with_errors(shares: Tensor, errors: Tensor | None, record: CodedRecord) -> tuple[Tensor, CodedRecord]:
+    """Shares with the errors before, in the memory of the errors, and the record of both."""
+    if errors is None:
+        return shares, record
+    errors.add_(shares)
+    if not _watchers:
+        return errors, record
+    return errors, replace(record, given=errors.clone(), without_errors=shares.clone())
 
 
 class CodedSum(GroupSum):
@@ -102,19 +127,29 @@ class CodedSum(GroupSum):
         super().__init__(group)
         self._name = name
         self._under_way: _UnderWay | None = None
+        self.errors: list[Tensor] = []  # by place, with error feedback
 
-    def sum(self, values: Tensor) -> None:
-        self.begin(values)
+    def feed_back(self, sizes: Sequence[int], *, device: torch.device) -> None:
+        """Keep the errors of the sums of these numbers of elements, by place."""
+        ranks = self.group.size()
+        self.errors = [torch.zeros(ranks, -(-size // ranks), device=device) for size in sizes]
+
+    def sum(self, values: Tensor, *, place: int = 0) -> None:
+        self.begin(values, place=place)
         self.finish()
 
-    def begin(self, values: Tensor) -> torch.futures.Future[Tensor]:
+    @torch.no_grad()
+    def begin(self, values: Tensor, *, place: int = 0) -> torch.futures.Future[Tensor]:
         self.finish()
         devices: list[int | str | torch.device] | None = [values.device] if values.is_cuda else None
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
-        shares = _in_shares(values, self.group.size())
+        shares, errors = _in_shares(values, self.group.size()), self.errors[place] if self.errors else None
         if _watchers:
             shares = shares.clone()  # of the values as they were given
-        self._under_way = _UnderWay(values, shares, _Scatter.begin(shares, self.group, self._name), done)
+        record = CodedRecord(self.group, self._name, "all_reduce", shares, values, str(place))
+        given, record = _with_errors(shares, errors, record)
+        scatter = _Scatter.begin(given, self.group, self._name)
+        self._under_way = _UnderWay(values, record, scatter, errors, done)
         return done
 
     @torch.no_grad()
@@ -122,8 +157,12 @@ class CodedSum(GroupSum):
         one, self._under_way = self._under_way, None
         if one is None:
             return
-        _gather(one.values, one.scatter.finish(), self.group, REDUCE, self._name)
-        _tell(CodedRecord(self.group, self._name, "all_reduce", one.given, one.values))
+        summed = one.scatter.finish()
+        arrived = _gather(one.values, summed, self.group, REDUCE, self._name)
+        if one.errors is not None:
+            one.scatter.keep_errors(one.errors)
+            one.errors[self.group.rank()] += summed - arrived
+        _tell(one.record)
         one.done.set_result(one.values)
 
 
@@ -158,14 +197,21 @@ class _Scatter:
             total += decode(message, self.count, self.name)[0]
         return total.float()
 
+    @torch.no_grad()
+    def keep_errors(self, given: Tensor) -> None:
+        """Turn the numbers that were sent into what their codes lost."""
+        for row, message in zip(torch.split(given, 1), torch.split(self.sent, 1), strict=True):
+            row -= decode(message, self.count, self.name)
+
 
 @dataclass(frozen=True)
 class _UnderWay:
     """An all-reduce in its first half."""
 
     values: Tensor
-    given: Tensor
+    record: CodedRecord
     scatter: _Scatter
+    errors: Tensor | None
     done: torch.futures.Future[Tensor]
 
 

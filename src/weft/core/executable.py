@@ -118,6 +118,14 @@ def _not_coded(plan: Plan) -> list[tuple[bool, str]]:
             "one",
         ),
         *(
+            (dp.error_feedback and has, f"data_parallel.error_feedback with {name}")
+            for has, name in (
+                (plan.mesh.pp > 1, "a pipeline (mesh.pp > 1), whose units are reduced in parts"),
+                (policy.loss_scaling, "a loss scale (precision fp16), which changes from step to step"),
+                (plan.offload.optimizer == "nvme", "states in files (offload.optimizer = 'nvme')"),
+            )
+        ),
+        *(
             (bool(plan.coded_gather) and has, f"precision.gather = {policy.gather!r} with {name}")
             for has, name in (
                 (plan.offload.parameters != "none", "parameter offload (offload.parameters)"),

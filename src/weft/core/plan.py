@@ -88,6 +88,11 @@ class DataParallel(Section):
         description="on another number of ranks than the mesh has, the data-parallel degrees change: as many "
         "micro-batches as keep the global batch and the size of a micro-batch",
     )
+    error_feedback: bool = Field(
+        default=False,
+        description="with precision.reduce in a lower format: every rank adds what its codes of gradients lost to the "
+        "gradients it sends next",
+    )
     find_unused_parameters: bool = Field(
         default=False, description="true if some parameters are unused in some steps (DDP only, costs a pass)"
     )

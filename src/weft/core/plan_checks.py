@@ -50,6 +50,14 @@ def check_consistent(plan: Plan) -> list[tuple[str, str]]:
                 "set activations.policy = 'budget', or activations.mixture = []",
             )
         )
+    if dp.error_feedback and not plan.precision.policy().has_coded_sums:
+        reasons.append(
+            (
+                "data_parallel.error_feedback is for gradients that travel in a lower format, but precision.reduce is "
+                "float32",
+                "set precision.reduce = 'int8', or remove data_parallel.error_feedback",
+            )
+        )
     reasons += check_secondary(dp.secondary_shard, zero=dp.zero, shards=mesh.dp_shard * mesh.cp)
     reasons += _check_blocks(plan)
     pool = math.prod(getattr(mesh, axis) for axis in plan.expert_parallel.axis_names)

@@ -13,7 +13,7 @@ class MemoryTerm(StrEnum):
 
     WEIGHTS = "weights"  # the rank's local shard of the parameters, in the master dtype if there is one
     GRADIENTS = "gradients"  # the reduced gradients that the optimizer reads
-    OPTIMIZER_STATE = "optimizer_state"
+    OPTIMIZER_STATE = "optimizer_state"  # with error feedback also the errors of gradients
     GATHERED = "gathered_weights"  # weights in the compute dtype: gathered units, or casts that the backward needs
     COMM_BUFFERS = "communication_buffers"  # inputs and outputs of collectives in flight, receive buffers
     WEIGHT_VERSIONS = "weight_versions"  # older weights that an asynchronous pipeline still needs

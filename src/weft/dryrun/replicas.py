@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from weft.comm.sums import GroupSum
-from weft.engine.dp.ddp import FIRST_BUCKET_BYTES
+from weft.engine.dp.ddp import FIRST_BUCKET_BYTES, errors_of_buckets
 from weft.engine.dp.strategy import Strategy
 from weft.engine.precision import gradient_dtype
 
@@ -29,6 +29,7 @@ class FakeReplicated(Strategy):
         sums: GroupSum,
         find_unused_parameters: bool,
         bucket_bytes: int,
+        feeds_back: bool = False,
     ) -> None:
         super().__init__(model)
         self._sums = sums
@@ -37,6 +38,9 @@ class FakeReplicated(Strategy):
         self._filled: list[int] = []
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._buckets = _buckets(list(reversed(trainable)), bucket_bytes)
+        if feeds_back:
+            sizes = [bucket.numel() for bucket, _ in self._buckets]
+            self.errors = errors_of_buckets(sums, sizes, device=next(model.parameters()).device)
         for parameter in trainable:
             parameter.register_post_accumulate_grad_hook(self._into_bucket)  # type: ignore[no-untyped-call]
 
@@ -64,7 +68,7 @@ class FakeReplicated(Strategy):
             self._filled[index] += 1
             if self._filled[index] == len(places):
                 wide = bucket.float()
-                self._sums.sum(wide)
+                self._sums.sum(wide, place=index)
                 if wide is not bucket:
                     bucket.copy_(wide)
 

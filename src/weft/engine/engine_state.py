@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from weft.core.plan import Plan
 from weft.engine.activations.kept_inputs import KeptInputs
 from weft.engine.axis import Axes
 from weft.engine.buffers.sync import BufferSync
@@ -27,7 +29,7 @@ from weft.engine.optim.optimizers import create_state
 from weft.engine.ownership import LocalShards
 from weft.engine.precision import LossScale
 from weft.engine.router.routers import Routers
-from weft.engine.state import MODEL, OPTIMIZER, master_tensors, meta_read, state_tensors
+from weft.engine.state import MODEL, OPTIMIZER, error_tensors, master_tensors, meta_read, state_tensors
 from weft.engine.step_guard import NoGuard
 from weft.engine.updates import Updates
 from weft.models.adapter.lora import names_elsewhere
@@ -37,6 +39,7 @@ from weft.models.layout import ModelLayout
 class EngineState:
     """See the module; `Engine` sets the attributes."""
 
+    plan: Plan
     model: nn.Module
     layout: ModelLayout
     topology: Topology
@@ -54,6 +57,7 @@ class EngineState:
     inputs: KeptInputs
     steps_done: int
     strategy: Strategy
+    _notes: tuple[str, ...]
     guard: NoGuard = NoGuard()  # asked before every update
 
     @property
@@ -97,7 +101,9 @@ class EngineState:
             if not self.buffer_sync.is_foreign(name := key.removeprefix(MODEL)) and name not in elsewhere
         }
         copied = tuple(f"{prefix}{name}" for prefix in (MODEL, OPTIMIZER) for name in self.layout.copies)
-        return {key: value for key, value in state.items() if not key.startswith(copied)} if copied else state
+        if copied:
+            state = {key: value for key, value in state.items() if not key.startswith(copied)}
+        return state | error_tensors(self.strategy.errors, self.plan.mesh, rank=dist.get_rank())
 
     def scalars(self) -> dict[str, Any]:
         """The rest of the state, as JSON values."""
@@ -142,6 +148,7 @@ class EngineState:
         """Load the newest good checkpoint under `directory`, from any layout; returns its step."""
         loaded = self._store(directory).load(self.state())
         self.restore_meta(loaded.meta)
+        self._notes = (*self._notes, *loaded.notes)
         return int(loaded.step)
 
     def _store(self, directory: str | Path) -> Any:

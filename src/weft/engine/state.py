@@ -17,8 +17,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from weft.checkpoint.parts import ShardTensor
+from weft.checkpoint.parts import OF_ONE_RANK, ShardTensor
 from weft.core.errors import CheckpointError
+from weft.core.plan import Mesh
 from weft.core.shards import LocalShard
 from weft.engine.offload.slab import is_host_memory, release_of
 from weft.engine.optim.adafactor import FACTORS
@@ -27,6 +28,7 @@ from weft.engine.ownership import LocalShards, chunks_of, local
 
 MODEL = "model."
 OPTIMIZER = "optim."
+ERRORS = f"{OF_ONE_RANK}errors."
 
 
 @contextmanager
@@ -74,6 +76,12 @@ def state_tensors(
                 of_key = _logical(f"{OPTIMIZER}{name}.{key}", value, parameter, full_shape=torch.Size(shape))
                 state.update({known: as_shard(tensor, shard) for known, tensor in of_key.items()})
     return state
+
+
+def error_tensors(errors: Mapping[str, torch.Tensor], mesh: Mesh, *, rank: int) -> dict[str, torch.Tensor]:
+    """Errors of gradients that this rank has sent: no other layout has such a rank, so their names have both."""
+    layout = "-".join(f"{axis}{degree}" for axis, degree in mesh.sizes().items() if degree > 1)
+    return {f"{ERRORS}{layout}.rank{rank}.{name}": one for name, one in errors.items()}
 
 
 def is_on_host(value: torch.Tensor) -> bool:

@@ -106,6 +106,7 @@ class Columns:
     float8_experts: Ints  # experts with float8 matmuls
     vertical_sync: Ints
     find_unused: Ints
+    error_feedback: Ints
     bucket_bytes: Ints
     all_reduce: Ints  # index of ALL_REDUCES
     secondary_shard: Ints  # ranks; 0: none
@@ -295,6 +296,7 @@ def columns_of(plans: Sequence[Plan]) -> Columns:
         float8_experts=column(int(plan.float8.experts == "all") for plan in plans),
         vertical_sync=column(int(plan.pipeline.vertical_sync) for plan in plans),
         find_unused=column(int(plan.data_parallel.find_unused_parameters) for plan in plans),
+        error_feedback=column(int(plan.data_parallel.error_feedback) for plan in plans),
         bucket_bytes=column(plan.data_parallel.bucket_bytes for plan in plans),
         all_reduce=column(ALL_REDUCES.index(plan.data_parallel.all_reduce) for plan in plans),
         secondary_shard=column(plan.data_parallel.secondary_shard for plan in plans),
@@ -322,6 +324,7 @@ def plan_at(columns: Columns, row: int, *, precision: dict[str, Any]) -> Plan:
             "all_reduce": ALL_REDUCES[at("all_reduce")],
             "secondary_shard": at("secondary_shard"),
             "find_unused_parameters": bool(at("find_unused")),
+            "error_feedback": bool(at("error_feedback")),
         },
         "tensor_parallel": {
             "mode": TP_MODES[at("tp_mode")],

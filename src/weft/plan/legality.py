@@ -144,6 +144,12 @@ def _bad_step_reasons(plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
         yield f"train.on_bad_step with {plan.delayed_by} is not executed: weights change before a loss is known", hint
     if plan.offload.optimizer == "nvme":
         yield "train.on_bad_step with states in files (offload.optimizer = 'nvme') is not executed", hint
+    if plan.data_parallel.error_feedback:
+        yield (
+            "train.on_bad_step with data_parallel.error_feedback is not executed: gradients are sent, and their errors "
+            "kept, before a norm is known",
+            "remove data_parallel.error_feedback, or train.on_bad_step",
+        )
     if policy == "rewind" and run.checkpoint.memory_every:
         yield (
             "train.on_bad_step = 'rewind' with checkpoint.memory_every is not executed: the copies would be newer",

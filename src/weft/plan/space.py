@@ -60,6 +60,7 @@ SEARCHED = frozenset(
         *(
             "data_parallel.zero",
             "data_parallel.secondary_shard",
+            "data_parallel.error_feedback",
             "tensor_parallel.mode",
             "tensor_parallel.sequence_parallel",
         ),
@@ -267,6 +268,7 @@ def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
         vertical_sync=np.zeros(size, dtype=np.int64), find_unused=np.zeros(size, dtype=np.int64),
         bucket_bytes=np.full(size, BUCKET_BYTES, dtype=np.int64), all_reduce=np.zeros(size, dtype=np.int64),
         secondary_shard=number("data_parallel.secondary_shard", 0),
+        error_feedback=switch("data_parallel.error_feedback", np.zeros(size, dtype=np.int64)),
         full_blocks=np.zeros(size, dtype=np.int64), selective_blocks=np.zeros(size, dtype=np.int64),
         partition=np.zeros(size, dtype=np.int64),
     )  # fmt: skip

@@ -136,6 +136,8 @@ def resume_run(
         bench.engine.restore_meta(meta)
     for name, reason in loaded.rejected if loaded is not None else ():
         display.line(f"checkpoint {name} is damaged ({reason}); it was set aside")
+    for note in loaded.notes if loaded is not None else ():
+        display.line(f"note: {note}")
     where = loaded.path if loaded is not None else restored or "optimizer states in files"
     display.line(f"resuming from step {bench.engine.steps_done} ({where})")
     for change in changes:

@@ -3,14 +3,15 @@
 All ranks give what they put into a sum and what they got out of it. The sum of the rounded gradients (rounded once more
 where all ranks get it) must have the same bits: a scale of another block, a rounding at every hop, sums of codes or a
 rank's own share that is not rounded all have others. The check also tells the error against the unrounded sum, and the
-bound that follows from the format.
+bound that follows from the format. With error feedback the second step is watched too: what a rank gave must be its
+gradients and the errors of its sum before, bit by bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -57,25 +58,54 @@ class SumWatch:
 
     def _keep(self, record: CodedRecord) -> None:
         given, received = record.given.cpu(), record.received.detach().cpu().clone()
-        kept = CodedRecord(record.group, record.format, record.kind, given, received)
-        self._records.append(kept)
+        bare = record.without_errors.cpu() if record.without_errors is not None else None
+        self._records.append(replace(record, given=given, received=received, without_errors=bare))
 
     def judge(self, name: str) -> SumEvidence:
         """Compare all sums, or gathers, with those of one process. Collective: every rank has a part of each."""
         found = SumEvidence(name=name)
         records = [one for one in self._records if (one.kind == "all_gather") == (name == GATHERS)]
+        fed = _FedBack()
         squares = torch.zeros(3, dtype=torch.float64)  # of errors, of bounds, of sums
         for index, record in enumerate(records):
             size = record.group.size()
             given: list[torch.Tensor] = [record.given] * size
             dist.all_gather_object(given, record.given, group=record.group)
             wrong, own = _compare(record, given)
+            wrong = wrong or fed.differs(record, given)
             squares += own
             found.format = record.format
             if wrong:
                 found.wrong.append(f"collective {index + 1} on rank {dist.get_rank()}: {wrong}")
         found.num_sums = len(records)
         return _over_ranks(found, squares)
+
+
+class _FedBack:
+    """The errors of every place as they must be, from what the ranks gave."""
+
+    def __init__(self) -> None:
+        self._errors: dict[tuple[str, str], torch.Tensor] = {}
+
+    def differs(self, record: CodedRecord, given: Sequence[torch.Tensor]) -> str:
+        """What differs between these numbers and those before with the errors of the sum before; or ""."""
+        if record.without_errors is None:
+            return ""
+        place = (record.kind, record.place)
+        before = self._errors.get(place, torch.zeros_like(record.given))
+        self._errors[place] = errors = torch.stack([row - rounded(row, record.format).values for row in record.given])
+        if record.kind == "all_reduce":  # its owner rounds the sum of a share once more
+            own = record.group.rank()
+            once = torch.stack([rounded(of_rank[own], record.format).values.double() for of_rank in given])
+            summed = once.sum(0).float()
+            errors[own] += summed - rounded(summed, record.format).values
+        expected = before + record.without_errors
+        if torch.equal(expected, record.given):
+            return ""
+        at = int((expected != record.given).view(-1).nonzero()[0])
+        found, right = record.given.view(-1)[at].item(), expected.view(-1)[at].item()
+        what = f"its gradient and the errors before (place {place[1]})"
+        return f"element {at} was sent as {found:.9g}, not {right:.9g}: {what}"
 
 
 def _compare(record: CodedRecord, given: Sequence[torch.Tensor]) -> tuple[str, torch.Tensor]:

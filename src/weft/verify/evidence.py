@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from weft.checkpoint.parts import ShardTensor
+from weft.checkpoint.parts import OF_ONE_RANK, ShardTensor
 from weft.core import axes
 from weft.core.records import DtypeRecord, ParameterRecord, StepRecord
 from weft.core.shards import Chunk
@@ -49,7 +50,7 @@ class Evidence(RunTrace):
     wrong_products: list[str] = field(default_factory=list)  # in float8, on any rank
     updates: list[LowPrecisionStep] = field(default_factory=list)  # the first ones, if the optimizer rounds
     exact_gradients: Tensors = field(default_factory=dict)  # the first ones, of a run without that rounding
-    coded: tuple[SumEvidence, ...] = ()  # sums and gathers of the first step that travel as codes
+    coded: tuple[SumEvidence, ...] = ()  # sums and gathers of the first steps that travel as codes
 
 
 def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], evaluation: Sequence[Batch]) -> Evidence:
@@ -71,7 +72,8 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
     if any(engine.float8.values()):
         evidence.wrong_products = _of_all_ranks(wrong_products(engine))
     engine.on_gradients = keep
-    last = len(batches) - 1
+    last, sums = len(batches) - 1, SumWatch()
+    num_watched = min(last, 2 if engine.plan.data_parallel.error_feedback else 1)  # a second step has errors to add
     for step, (batch, rate) in enumerate(zip(batches, rates, strict=True)):
         if step == last:  # DDP has rebuilt its buckets before it
             engine.on_gradients = None
@@ -81,7 +83,10 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
                 record = _step(engine, batch, rate, evidence)
             evidence.traffic = meter.traffic
         else:
-            record = _first_step(engine, batch, rate, evidence) if step == 0 else _step(engine, batch, rate, evidence)
+            with sums.watching() if step < num_watched else nullcontext():
+                record = _step(engine, batch, rate, evidence)
+            if step == num_watched - 1:
+                evidence.coded = tuple(one for one in map(sums.judge, (SUMS, GATHERS)) if one.format)
         evidence.losses.append(record.loss)
         evidence.norms.append(record.grad_norm)
         if step < min(LOW_UPDATES, last) and _rounds(engine):
@@ -93,7 +98,7 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
             evidence.eval_losses.append(engine.evaluate(evaluation).loss)
     engine.on_gradients = None
     evidence.dtypes = engine.dtypes()
-    state = _over_stages(engine, {key: full_tensor(value, engine) for key, value in engine.state().items()})
+    state = _over_stages(engine, _full_state(engine))
     evidence.weights = _with_prefix(state, MODEL)
     evidence.optimizer = decode_moments(_with_prefix(state, OPTIMIZER))
     evidence.digests = _digests(state, device=engine.device)
@@ -112,14 +117,6 @@ def first_gradients(engine: Engine, batch: Batch) -> Tensors:
     engine.step(batch)
     engine.on_gradients = None
     return found
-
-
-def _first_step(engine: Engine, batch: Batch, rate: float, evidence: Evidence) -> StepRecord:
-    sums = SumWatch()
-    with sums.watching():
-        record = _step(engine, batch, rate, evidence)
-    evidence.coded = tuple(one for one in (sums.judge(SUMS), sums.judge(GATHERS)) if one.format)
-    return record
 
 
 def _of_all_ranks(own: list[str]) -> list[str]:
@@ -146,8 +143,14 @@ def _rounds(engine: Engine) -> bool:
 
 
 def _keep_update(update: LowPrecisionStep, engine: Engine, norm: float) -> None:
-    state = _over_stages(engine, {key: full_tensor(value, engine) for key, value in engine.state().items()})
+    state = _over_stages(engine, _full_state(engine))
     update.norm, update.weights, update.states = norm, _with_prefix(state, MODEL), _with_prefix(state, OPTIMIZER)
+
+
+def _full_state(engine: Engine) -> Tensors:
+    """Without what only one rank continues from."""
+    state = engine.state().items()
+    return {key: full_tensor(value, engine) for key, value in state if not key.startswith(OF_ONE_RANK)}
 
 
 def full_tensor(tensor: torch.Tensor, engine: Engine | None = None) -> torch.Tensor:

@@ -232,6 +232,7 @@ def _coded_sums(plan: Plan) -> dict[str, Any]:
     return {
         **gather,
         "reduce": policy.reduce,
+        "feeds_back": dp.error_feedback,
         "chunks_per_sum": 1 if each else plan.pipeline.microbatches,
         "rounds_sums": mesh.dp_replicate > 1,
     }

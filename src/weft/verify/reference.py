@@ -41,6 +41,7 @@ from weft.verify.near_ties import evaluation_swing
 from weft.verify.plain_codes import rounded_like
 from weft.verify.plain_experts import PlainExperts
 from weft.verify.plain_optimizers import PlainAverage, plain_optimizer, set_rate
+from weft.verify.rank_sums import RankSums
 from weft.verify.router_reference import RouterReference, compute_in_float32
 
 Tensors = dict[str, torch.Tensor]
@@ -71,6 +72,7 @@ class ReferencePrecision:
     reduce: str = "float32"  # gradients of a rank on their way, rounded in blocks of each parameter
     chunks_per_sum: int = 1  # chunks of rows whose gradients a rank adds before
     rounds_sums: bool = False  # all ranks get the sum, as codes too
+    feeds_back: bool = False  # a rank adds what the rounding lost to what it sends in the next step
     gather: str | None = None  # weights on their way to forwards, rounded in blocks of each parameter
 
     @property
@@ -160,7 +162,7 @@ def run_reference(
     experts = PlainExperts(model, capacity_factor=exercise.router.capacity_factor)
     optimizer = plain_optimizer(trainable, exercise.train, is_fused=split.is_reordered, matrices=exercise.matrices)
     average = PlainAverage(trainable, exercise.train.ema_decay)
-    trace = RunTrace(initial=exercise.initial)
+    trace, sums = RunTrace(initial=exercise.initial), RankSums(trainable, precision)
     buffers = on_host(dict(model.named_buffers()))
 
     def evaluate_at(weights: Mapping[str, torch.Tensor]) -> float:
@@ -172,7 +174,8 @@ def run_reference(
         copy_weights(model, masters, aliases, gather=precision.gather)
         experts.sequence_length = batch["labels"].shape[1]
         loss, exact = _backward(
-            model, trainable, moved(batch, device), exercise, precision, split, aliases, step=step, router=router
+            model, trainable, moved(batch, device), exercise, precision, split, aliases,
+            sums=sums, step=step, router=router
         )  # fmt: skip
         if step == 0:
             trace.first_gradients = on_host(exact or gradients_of(trainable))
@@ -268,6 +271,7 @@ def _backward(
     split: BatchSplit,
     aliases: Aliases,
     *,
+    sums: RankSums,
     step: int,
     router: RouterReference,
 ) -> tuple[float, Tensors]:
@@ -280,7 +284,8 @@ def _backward(
         order = torch.arange(rows).view(split.ranks, num_chunks, -1).transpose(0, 1).reshape(-1)
         batch = {key: value[order] for key, value in batch.items()}
     begins = range(0, rows, split.chunk_rows)
-    total, sums = 0.0, RankSums(trainable, precision)
+    total = 0.0
+    sums.begin_step()
     for begin in reversed(begins) if split.is_reordered else begins:
         total += add_gradients(
             model, trainable, batch, range(begin, min(rows, begin + split.chunk_rows)), exercise, precision,
@@ -293,33 +298,6 @@ def _backward(
         if precision.rounds_gradients:
             gradient.copy_(gradient.bfloat16())
     return total / count, {name: exact / precision.loss_scale for name, exact in sums.exact.items()}
-
-
-class RankSums:
-    """The sum of the gradients of ranks, rounded on their way as `precision` says; a no-op in float32."""
-
-    def __init__(self, trainable: Mapping[str, nn.Parameter], precision: ReferencePrecision) -> None:
-        self._trainable, self._precision = trainable, precision
-        self._totals: Tensors = {}
-        self.exact: Tensors = {}
-        self._chunks = 0
-
-    def finish_chunk(self) -> None:
-        self._chunks += 1
-        if self._precision.reduce != "float32" and self._chunks % self._precision.chunks_per_sum == 0:
-            self._send()
-
-    def _send(self) -> None:
-        for name, gradient in gradients_of(self._trainable).items():
-            arrived = rounded_like(gradient, self._precision.reduce)
-            for kept, values in ((self._totals, arrived), (self.exact, gradient)):
-                kept[name] = kept[name] + values if name in kept else values
-            self._trainable[name].grad = None
-
-    def finish(self) -> None:
-        for name, total in self._totals.items():
-            is_rounded = self._precision.rounds_sums
-            self._trainable[name].grad = rounded_like(total, self._precision.reduce) if is_rounded else total
 
 
 def add_gradients(

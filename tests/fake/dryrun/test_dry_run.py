@@ -110,6 +110,29 @@ def test_gradients_and_weights_that_travel_as_codes(zero: int, formats: dict[str
     assert guessed == pytest.approx(wire, rel=1e-5)  # the last block of a message is not full
 
 
+FED_BACK = [({"dp_replicate": 4}, 0), ({"dp_shard": 4}, 3), ({"dp_shard": 2, "dp_replicate": 2}, 2)]
+
+
+@pytest.mark.parametrize(("mesh", "zero"), by_default(FED_BACK[1:2], FED_BACK))
+def test_errors_of_gradients_weigh_what_the_planner_says(mesh: dict[str, int], zero: int) -> None:
+    run = run_of(LLAMA)
+    plain, fed = (
+        Plan.from_tables({
+            "mesh": mesh, "pipeline": {"microbatches": 2}, "precision": {"preset": "bf16", "reduce": "int8"},
+            "data_parallel": {"zero": zero, "error_feedback": is_fed},
+        })
+        for is_fed in (False, True)
+    )  # fmt: skip
+    found, predicted = dry_run(run, fed, on_gpu=False), estimate_plan(run, fed, "4xCPU")
+    assert predicted.memory_bytes == pytest.approx(found.peak_bytes, rel=0.02)
+    assert predicted.memory_terms["optimizer_state"] == pytest.approx(found.terms["optimizer_state"], rel=0.01)
+    more = found.terms["optimizer_state"] - dry_run(run, plain, on_gpu=False).terms["optimizer_state"]
+    shards = mesh.get("dp_shard", 1)
+    times = 1.0 if zero in (0, 3) else 1 + 1 / shards  # a shard travels to the replicas besides
+    assert more == pytest.approx(4 * found.num_parameters * times, rel=0.02)
+    assert found.traffic == dry_run(run, plain, on_gpu=False).traffic
+
+
 @pytest.mark.parametrize("precision", [{}, BF16])
 def test_the_planner_agrees_where_the_vocabulary_is_sharded(precision: dict[str, Any]) -> None:
     """The loss needs most: in bf16 its softmax has the chunk's logits in float32 too."""

@@ -44,7 +44,34 @@ def test_a_layout_is_verified_in_every_format(layout: str, corpus: Path, tmp_pat
         assert "bound" in told
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "pipeline" not in name])
+def test_a_layout_with_error_feedback_is_verified(layout: str, corpus: Path, tmp_path: Path) -> None:
+    plans = [fed_back(layout, one) for one in (IN_INT8, {"reduce": "float8_e4m3"}, {"reduce": "bfloat16"})]
+    run = small_run(str(corpus), model="mixtral" if layout == "ep" else "llama")
+    mesh = LAYOUTS[layout]["mesh"]
+    world = mesh.get("dp_shard", 1) * mesh.get("dp_replicate", 1) * mesh.get("tp", 1)
+    for verdict in run_ranks(verdicts_in_rank, world, run, plans, str(tmp_path), timeout_s=900)[0]:
+        wrong = [f"{check['name']}: {check['detail']}" for check in verdict["checks"] if not check["ok"]]
+        assert not wrong
+
+
+def fed_back(layout: str, precision: dict[str, str]) -> dict[str, Any]:
+    plan = LAYOUTS[layout]
+    return {
+        **plan, "precision": precision, "data_parallel": {**plan.get("data_parallel", {}), "error_feedback": True}
+    }  # fmt: skip
+
+
 GROUPS = {
+    "ZeRO-3, fed back": Group(plan=fed_back("ZeRO-3", IN_INT8), bugs=(Bug(mutate=bugs.errors_forgotten, check=CHECK),)),
+    "DDP, fed back": Group(
+        plan=fed_back("DDP", IN_INT8),
+        bugs=(
+            Bug(mutate=bugs.errors_forgotten, check=CHECK),
+            Bug(mutate=bugs.errors_of_the_sum_forgotten, check=CHECK),
+        ),
+    ),
     "ZeRO-3": Group(
         plan={**LAYOUTS["ZeRO-3"], "precision": IN_INT8},
         bugs=(

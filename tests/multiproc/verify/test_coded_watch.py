@@ -41,6 +41,38 @@ def judged(rank: int, world: int) -> dict[str, tuple[int, int, float, float]]:
     return found
 
 
+FED_BACK: dict[str, Any] = {
+    "": nullcontext,
+    "forgotten": bugs.errors_forgotten,
+    "of the sum forgotten": bugs.errors_of_the_sum_forgotten,
+}
+
+
+def judged_over_steps(rank: int, world: int) -> dict[str, list[str]]:
+    group = dist.group.WORLD
+    assert group is not None
+    found = {}
+    for name, bug in FED_BACK.items():
+        sums, errors, watch = CodedSum(group, name="int8"), torch.zeros(world, 700), SumWatch()
+        sums.feed_back([1399, 1399], device=errors.device)
+        with watch.watching(), bug():
+            for step in range(2):
+                values = torch.randn(1400, generator=torch.Generator().manual_seed(step * world + rank))
+                scatter_sum(values.view(world, -1), group, "int8", errors, place="a unit")
+                sums.begin(values[1:].clone(), place=0)
+                sums.begin(values[1:] * 2, place=1)
+                sums.finish()
+        found[name] = watch.judge(SUMS).wrong
+    return found
+
+
+def test_errors_that_are_not_fed_back_are_found() -> None:
+    found = run_ranks(judged_over_steps, 2, timeout_s=200.0)[0]
+    assert found[""] == []
+    assert "its gradient and the errors before (place a unit)" in found["forgotten"][0]
+    assert "its gradient and the errors before (place 0)" in found["of the sum forgotten"][0]
+
+
 def test_every_bug_in_a_sum_of_codes_is_found() -> None:
     found = run_ranks(judged, 2, timeout_s=200.0)[0]
     assert found[""][:2] == (0, 0)

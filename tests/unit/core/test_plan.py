@@ -149,6 +149,14 @@ def test_an_expert_degree_that_does_not_divide_names_the_axes(tensor: str, axes:
                 {"offload": {"optimizer": "cpu", "delayed": True}},
             )
         ),
+        *(
+            {"data_parallel": {"error_feedback": True}, "precision": {"reduce": "int8"}, **beside}
+            for beside in (
+                {"mesh": {"dp_replicate": 2, "pp": 2}, "pipeline": {"microbatches": 2}},
+                {"mesh": {"dp_replicate": 2}, "precision": {"preset": "fp16", "reduce": "int8"}},
+                {"mesh": {"dp_replicate": 2}, "offload": {"optimizer": "nvme"}},
+            )
+        ),
         {"precision": {"preset": "bf16", "master_weights": "bfloat16"}, "mesh": {"tp": 2}},
         {"precision": {"preset": "bf16", "master_weights": "bfloat16"}, "mesh": {"pp": 2}},
         {
@@ -177,6 +185,11 @@ def test_a_secondary_shard_is_a_smaller_group_of_shards(shards: int, zero: int, 
     tables = {"mesh": {"dp_shard": shards}, "data_parallel": {"zero": zero, "secondary_shard": size}}
     with pytest.raises(PlanError, match=words):
         Plan.from_tables(tables)
+
+
+def test_error_feedback_needs_errors() -> None:
+    with pytest.raises(PlanError, match=r"precision\.reduce is float32"):
+        Plan.from_tables({"data_parallel": {"error_feedback": True}})
 
 
 def test_everything_the_engine_has_is_executable() -> None:

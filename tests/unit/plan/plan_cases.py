@@ -71,7 +71,14 @@ def plan_with(**keys: Any) -> Plan:
     """A plan from flat names: dp_shard=8, zero=3, policy="full", …; it may contradict itself, as rules must notice."""
     homes = {
         "mesh": ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep"),
-        "data_parallel": ("zero", "bucket_bytes", "find_unused_parameters", "all_reduce", "secondary_shard"),
+        "data_parallel": (
+            "zero",
+            "bucket_bytes",
+            "find_unused_parameters",
+            "all_reduce",
+            "secondary_shard",
+            "error_feedback",
+        ),
         "tensor_parallel": ("mode", "sequence_parallel", "loss_parallel"),
         "expert_parallel": ("dispatcher", "tensor", "wire", "chunks"),
         "context_parallel": ("attention", "split"),

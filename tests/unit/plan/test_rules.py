@@ -32,6 +32,7 @@ BROKEN: list[tuple[str, Request, dict[str, Any]]] = [
     ("ranks", LLAMA, {"dp_replicate": 4}),
     ("secondary_shard", LLAMA, {"dp_shard": 8, "zero": 2, "secondary_shard": 2}),
     ("secondary_shard", LLAMA, {"dp_shard": 8, "zero": 3, "secondary_shard": 8}),
+    ("error_feedback", LLAMA, {"dp_replicate": 4, "pp": 2, "microbatches": 2, "error_feedback": True}),
     ("secondary_layout", LLAMA, {"dp_shard": 4, "zero": 3, "pp": 2, "microbatches": 2, "secondary_shard": 2}),
     ("batch", LLAMA, {"dp_replicate": 8, "microbatches": 3}),
     ("batch", request_of(global_batch=4), {"dp_replicate": 8}),

@@ -164,6 +164,7 @@ def run_of(corpus: Path, **train: Any) -> RunSpec:
         ({"mesh": {"pp": 2}, "pipeline": {"schedule": "pipedream_2bw", "microbatches": 4}}, "with pipedream_2bw"),
         ({"offload": {"optimizer": "cpu", "delayed": True}}, r"on_bad_step with offload\.delayed"),
         ({"offload": {"optimizer": "nvme"}}, "on_bad_step with states in files"),
+        ({"data_parallel": {"error_feedback": True}, "precision": {"reduce": "int8"}}, "on_bad_step with data_par"),
     ],
 )
 def test_plans_that_cannot_decide_before_the_update_are_refused(plan: Any, match: str, tmp_path: Path) -> None:

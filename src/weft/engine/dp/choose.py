@@ -23,7 +23,15 @@ def choose_strategy(model: nn.Module, plan: Plan, topology: Topology) -> Strateg
     if dp.zero > 0:
         replicas = _between_shards(plan, topology)
         near = topology.new_neighbours(dp.secondary_shard) if dp.secondary_shard else None
-        sharded = Sharded(model, stage=dp.zero, replicas=replicas, gather=plan.coded_gather, neighbours=near)
+        sharded = Sharded(
+            model,
+            stage=dp.zero,
+            replicas=replicas,
+            reduce=plan.precision.policy().reduce,
+            gather=plan.coded_gather,
+            neighbours=near,
+            feeds_back=dp.error_feedback,
+        )
         if plan.float8.linears != "none" and plan.float8.gather == "float8":
             sharded.float8 = gather_in_float8(model, plan.precision.policy())
         return sharded
@@ -38,6 +46,7 @@ def choose_strategy(model: nn.Module, plan: Plan, topology: Topology) -> Strateg
         sums=_between_ranks(plan, topology),
         find_unused_parameters=dp.find_unused_parameters,
         bucket_bytes=dp.bucket_bytes,
+        feeds_back=dp.error_feedback,
     )
 
 

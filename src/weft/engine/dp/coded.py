@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 from weft.comm.coded_sums import gather_codes, scatter_sum
+from weft.core.errors import PlanError
 
 
 class UnitBuffers:
@@ -38,12 +40,33 @@ class CodedAllGather(UnitBuffers):
 
 class CodedReduceScatter(UnitBuffers):
     """The reduce-scatter of a unit, one rounding per gradient and rank: the interface of `set_custom_reduce_scatter`,
-    whose base class torch does not export."""
+    whose base class torch does not export. `errors` [ranks, share of each rank]: with error feedback."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, *, unit: str, errors: Tensor | None = None) -> None:
+        self._name, self._unit, self._errors = name, unit, errors
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        output_tensor.copy_(scatter_sum(input_tensor.view(group.size(), -1), group, self._name))
+        shares = input_tensor.view(group.size(), -1)
+        if self._errors is not None and self._errors.shape != shares.shape:
+            raise PlanError(
+                f"a parameter of {self._unit} got no gradient in this backward, and error feedback needs the same "
+                "gradients in every one",
+                hint="set data_parallel.error_feedback = false, or freeze unused parameters (train.frozen)",
+            )
+        output_tensor.copy_(scatter_sum(shares, group, self._name, self._errors, place=self._unit))
+
+
+def errors_of_unit(parameters: Sequence[nn.Parameter]) -> Tensor | None:
+    """Zeros for the errors of a unit's reduce-scatters: [ranks, elements of a share], as `fully_shard` lays gradients
+    out. None where nothing is reduced."""
+    trained = [one for one in parameters if one.requires_grad and isinstance(one, DTensor)]
+    if not trained or (ranks := trained[0].device_mesh.size()) == 1:
+        return None
+    count = 0
+    for one in trained:
+        placement = one.placements[-1]
+        size = one.shape[placement.dim if isinstance(placement, Shard) else 0]
+        count += -(-size // ranks) * (one.numel() // max(size, 1))
+    return torch.zeros(ranks, count, device=trained[0].device)

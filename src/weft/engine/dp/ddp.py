@@ -6,7 +6,7 @@ ranks instead makes float16 gradients overflow at other steps than on one device
 
 # No `from __future__ import annotations` here: DDP compares a hook's annotations with the classes themselves.
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from weft.comm.coded_sums import CodedSum
 from weft.comm.sums import GroupSum
 from weft.core.errors import PlanError
 from weft.engine.dp.gradient_leaves import GradientLeaves, has_wide_gradients
@@ -36,9 +37,11 @@ class Replicated(Strategy):
         sums: GroupSum,
         find_unused_parameters: bool,
         bucket_bytes: int,
+        feeds_back: bool = False,
     ) -> None:
         self._leaves = GradientLeaves(model) if has_wide_gradients(model) else None
-        with _buckets_from_the_start(bucket_bytes):
+        sizes: list[int] = []
+        with _buckets_from_the_start(bucket_bytes, sizes):
             module = DistributedDataParallel(
                 self._leaves or model,
                 process_group=sums.group,
@@ -52,6 +55,8 @@ class Replicated(Strategy):
         module.register_comm_hook(_HookState(sums=sums, buckets=self._buckets), _sum_over_ranks)
         module.reducer = _FixedBuckets(module.reducer)  # type: ignore[assignment]
         super().__init__(module)
+        if feeds_back:
+            self.errors = errors_of_buckets(sums, sizes, device=next(model.parameters()).device)
         self._may_be_unused = find_unused_parameters
         self._must_all_be_used = not find_unused_parameters
 
@@ -92,6 +97,14 @@ class Replicated(Strategy):
         return list(self._buckets.values())
 
 
+def errors_of_buckets(sums: GroupSum, sizes: Sequence[int], *, device: torch.device) -> dict[str, torch.Tensor]:
+    """Memory for the errors of gradients in these buckets, if they travel as codes."""
+    if not isinstance(sums, CodedSum):
+        return {}
+    sums.feed_back(sizes, device=device)
+    return {f"bucket {index}": errors for index, errors in enumerate(sums.errors)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class _HookState:
     """The state of DDP's communication hook: the sum, and a record of the buffers."""
@@ -107,7 +120,7 @@ def _sum_over_ranks(
     buffer: torch.Tensor = bucket.buffer()
     state.buckets[bucket.index()] = buffer
     wide = buffer.float()  # the buffer itself, unless gradients have a lower precision than sums
-    summed = state.sums.begin(wide)
+    summed = state.sums.begin(wide, place=bucket.index())
     if bucket.is_last():
         state.sums.finish()
     if wide is buffer:
@@ -116,8 +129,8 @@ def _sum_over_ranks(
 
 
 @contextmanager
-def _buckets_from_the_start(bucket_bytes: int) -> Iterator[None]:
-    """Buckets in the order of gradients, the first one small, from the first step on.
+def _buckets_from_the_start(bucket_bytes: int, sizes: list[int]) -> Iterator[None]:
+    """Buckets in the order of gradients, the first one small, from the first step on. `sizes` gets their elements.
 
     DDP begins with one bucket for everything, which cannot be sent before the backward has ended, and splits it after
     the first step; `_FixedBuckets` has the reason why it must not. Private, since torch has no public way to set
@@ -130,6 +143,7 @@ def _buckets_from_the_start(bucket_bytes: int) -> Iterator[None]:
         arriving = [parameters[index] for index in order]
         sparse = [is_sparse[index] for index in order]
         indices, limits = compute(arriving, [min(FIRST_BUCKET_BYTES, bucket_bytes), bucket_bytes], sparse, order)
+        sizes[:] = [sum(parameters[index].numel() for index in bucket) for bucket in indices]
         return list(reversed(indices)), list(reversed(limits))  # DDP reverses them again
 
     with mock.patch.object(dist, "_compute_bucket_assignment_by_size", by_arrival):

@@ -37,12 +37,12 @@ class Summed(Strategy):
 
 
 @torch.no_grad()
-def sum_bucket(gradients: list[torch.Tensor], sums: GroupSum) -> None:
-    """Sum gradients of one dtype in place over the replicas: one all-reduce."""
+def sum_bucket(gradients: list[torch.Tensor], sums: GroupSum, *, place: int = 0) -> None:
+    """Sum gradients of one dtype in place over the replicas: one all-reduce, that of this place in a step."""
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     if flat.numel() == 0:  # a rank beyond the last row of a sharded tensor, in every replica alike
         return
-    sums.sum(flat)
+    sums.sum(flat, place=place)
     for gradient, total in zip(gradients, torch.split(flat, [one.numel() for one in gradients]), strict=True):
         gradient.copy_(total.view_as(gradient))
 

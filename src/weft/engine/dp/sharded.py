@@ -36,10 +36,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from weft.comm.coded_sums import CodedSum
 from weft.comm.sums import GroupSum
 from weft.core.precision import PrecisionPolicy
 from weft.core.shards import zero_dim
-from weft.engine.dp.coded import CodedAllGather, CodedReduceScatter
+from weft.engine.dp.coded import CodedAllGather, CodedReduceScatter, errors_of_unit
 from weft.engine.dp.pipeline_replicas import sum_bucket
 from weft.engine.dp.secondary import SecondaryAllGather
 from weft.engine.dp.strategy import Strategy
@@ -91,8 +92,6 @@ def shard_units(
             module, mesh=own, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=placement
         )
         _require_sums(unit, num_ranks=own.size())
-        if precision.has_coded_sums:
-            unit.set_custom_reduce_scatter(cast(Any, CodedReduceScatter(precision.reduce)))
     # torch warns when a sharded module returns a view, since writing into it loses a hook. The objective only reads
     # the root's output; the warning stays on for blocks, whose outputs the model's own code handles.
     root = re.escape(type(model).__name__)
@@ -119,10 +118,13 @@ class Sharded(Strategy):
         *,
         stage: int,
         replicas: GroupSum | None = None,
+        reduce: str = "float32",
         gather: str | None = None,
         neighbours: dist.ProcessGroup | None = None,
+        feeds_back: bool = False,
     ) -> None:
-        """`gather`: the format of codes in which weights travel; `neighbours`: who shares a secondary shard."""
+        """`reduce`, `gather`: formats in which gradients and weights travel; `neighbours`: who shares a secondary
+        shard; `feeds_back`: errors of gradients are added to the next ones."""
         super().__init__(model)
         self._replicas = replicas
         self.stage_policy = STAGES[stage]
@@ -134,6 +136,22 @@ class Sharded(Strategy):
             unit.set_custom_all_gather(cast(Any, self._secondary[at] if self._secondary else coded))
         # Listed now: while a unit is gathered its module shows other parameters, without gradients.
         self._shards = list(self._by_unit())
+        if reduce != "float32":
+            self._reduce_in_codes(reduce, feeds_back=feeds_back)
+
+    def _reduce_in_codes(self, name: str, *, feeds_back: bool) -> None:
+        names = {module: name or "root" for name, module in self.module.named_modules()}
+        units = list(zip(reversed(self._units), self._shards, strict=True))
+        for unit, parameters in units:
+            errors = errors_of_unit(parameters) if feeds_back else None
+            if errors is not None:
+                self.errors[names[unit]] = errors
+            unit.set_custom_reduce_scatter(cast(Any, CodedReduceScatter(name, unit=names[unit], errors=errors)))
+        if feeds_back and isinstance(self._replicas, CodedSum):
+            sizes = [sum(local(one).numel() for one in own if one.requires_grad) for own in self._shards]
+            self._replicas.feed_back(sizes, device=next(self.module.parameters()).device)
+            of_units = zip(units, self._replicas.errors, strict=True)
+            self.errors |= {f"{names[unit]} (replicas)": errors for (unit, _), errors in of_units if errors.numel()}
 
     @property
     def root(self) -> FSDPModule:
@@ -187,10 +205,10 @@ class Sharded(Strategy):
 
     def after_backwards(self) -> None:
         if self._replicas is not None:
-            for parameters in self._shards:
+            for place, parameters in enumerate(self._shards):
                 gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
                 if gradients:
-                    sum_bucket(gradients, self._replicas)
+                    sum_bucket(gradients, self._replicas, place=place)
 
     def _by_unit(self) -> Iterator[list[nn.Parameter]]:
         """The parameters of each unit, inner units first: the root has the rest."""

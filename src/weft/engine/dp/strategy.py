@@ -20,6 +20,7 @@ class Strategy:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module  # the callable of forwards
+        self.errors: dict[str, torch.Tensor] = {}  # of gradients that this rank sent as codes, with error feedback
 
     def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of a micro-batch: decides when to reduce gradients and free gathered weights."""

@@ -96,6 +96,7 @@ def _owners(engine: Engine, weights: Sequence[torch.Tensor]) -> dict[int, Term]:
     has_weights_away = engine.plan.offload.parameters != "none"  # then shards are here on their way alone
     _claim(found, weights, Term.COMM_BUFFERS if has_weights_away else Term.WEIGHTS)
     _claim(found, (value for value in states if isinstance(value, torch.Tensor)), Term.OPTIMIZER_STATE)
+    _claim(found, engine.strategy.errors.values(), Term.OPTIMIZER_STATE)
     return found
 
 

@@ -207,5 +207,7 @@ def tensors_at_rest(engine: Engine) -> list[torch.Tensor]:
     """The tensors that an engine holds between two steps."""
     states = [value for state in engine.optimizer.state.values() for value in state.values()]
     host = engine.inputs.host_tensors()  # of a CPU: the device's own memory
-    found = (*engine.model.parameters(), *engine.model.buffers(), *states, *engine.strategy.gradient_buckets(), *host)
+    strategy = engine.strategy
+    found = (*engine.model.parameters(), *engine.model.buffers(), *states, *strategy.gradient_buckets(), *host)
+    found = (*found, *strategy.errors.values())
     return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]

@@ -25,6 +25,10 @@ def _secondary_is_executed(_request: Request, columns: Columns) -> Bools:
     return (columns.secondary_shard > 0) & ((columns.pp > 1) | (columns.ep > 1))
 
 
+def _errors_are_executed(_request: Request, columns: Columns) -> Bools:
+    return (columns.error_feedback > 0) & (columns.pp > 1)
+
+
 RULES: tuple[Rule, ...] = (
     Rule("zero", "mesh.dp_shard > 1 needs a ZeRO stage", _zero_matches_mesh),
     Rule(
@@ -37,4 +41,5 @@ RULES: tuple[Rule, ...] = (
         "data_parallel.secondary_shard is not executed with pipelines or expert parallelism",
         _secondary_is_executed,
     ),
+    Rule("error_feedback", "data_parallel.error_feedback is not executed with pipelines", _errors_are_executed),
 )

@@ -11,6 +11,7 @@ import numpy as np
 
 from weft.core.plan import Plan
 from weft.plan.columns import columns_of
+from weft.plan.memory.feedback import feedback_bytes
 from weft.plan.request import Request
 from weft.plan.time.state_stream import rest_bytes
 from weft.plan.view import view_at
@@ -22,11 +23,12 @@ def moments_of(request: Request, plan: Plan) -> dict[str, int]:
     share, sizes = view.share, view.sizes
     held = float((share.total.shard if plan.data_parallel.zero else share.total.unsharded)[0])
     largest = max(float(request.shape.embedding_parameters), float(share.largest_block[0]))
-    copied = held * (sizes.master + sizes.optimizer)
+    errors = float(feedback_bytes(view)[0])
+    copied = held * (sizes.master + sizes.optimizer) + errors
     weights = 0.0 if plan.offload.parameters != "none" else float(rest_bytes(view)[0])
     states = sizes.optimizer if plan.offload.optimizer == "none" else 0.0  # offloaded states are read where they stay
     return {
-        "loading_bytes": round(held * weights + largest * sizes.master),
-        "resuming_bytes": round(held * (weights + states + sizes.gradient)),
+        "loading_bytes": round(held * weights + largest * sizes.master + errors),
+        "resuming_bytes": round(held * (weights + states + sizes.gradient) + errors),
         "saving_host_bytes_per_node": round(copied * request.cluster.devices_per_node),
     }

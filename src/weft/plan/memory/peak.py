@@ -16,6 +16,7 @@ from weft.core.terms import MemoryTerm as Term
 from weft.plan.columns import Floats, Ints
 from weft.plan.ep.instants import with_experts
 from weft.plan.memory import fused_loss
+from weft.plan.memory.feedback import feedback_bytes
 from weft.plan.memory.in_flight import LOG_PROBABILITY_BYTES, edge_bytes, flight_of, waiting_bytes
 from weft.plan.memory.offloaded import Offloaded, delayed_chunks, offloaded_bytes, updates_beside_compute
 from weft.plan.memory.saved_activations import saved_blocks
@@ -140,7 +141,8 @@ def _resident(view: View) -> Terms:
     versions = np.where((columns.vertical_sync > 0) & (columns.pp > 1), columns.pp, stage.versions)
     return {
         Term.WEIGHTS: np.where(on_device, held * rest_bytes(view), 0.0),
-        Term.OPTIMIZER_STATE: np.where(columns.offload_optimizer > 0, 0.0, state_bytes(view, trained)),
+        Term.OPTIMIZER_STATE: np.where(columns.offload_optimizer > 0, 0.0, state_bytes(view, trained))
+        + feedback_bytes(view),
         Term.WEIGHT_VERSIONS: (versions - 1) * view.trained.total.unsharded * sizes.master,
     }
 
