@@ -120,6 +120,10 @@ def _not_coded(plan: Plan) -> list[tuple[bool, str]]:
         *(
             (dp.error_feedback and has, f"data_parallel.error_feedback with {name}")
             for has, name in (
+                (
+                    plan.mesh.tp > 1,
+                    "tensor parallelism (mesh.tp > 1): copies of a parameter would get different errors",
+                ),
                 (plan.mesh.pp > 1, "a pipeline (mesh.pp > 1), whose units are reduced in parts"),
                 (policy.loss_scaling, "a loss scale (precision fp16), which changes from step to step"),
                 (plan.offload.optimizer == "nvme", "states in files (offload.optimizer = 'nvme')"),

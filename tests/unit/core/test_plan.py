@@ -153,6 +153,7 @@ def test_an_expert_degree_that_does_not_divide_names_the_axes(tensor: str, axes:
             {"data_parallel": {"error_feedback": True}, "precision": {"reduce": "int8"}, **beside}
             for beside in (
                 {"mesh": {"dp_replicate": 2, "pp": 2}, "pipeline": {"microbatches": 2}},
+                {"mesh": {"dp_replicate": 2, "tp": 2}},
                 {"mesh": {"dp_replicate": 2}, "precision": {"preset": "fp16", "reduce": "int8"}},
                 {"mesh": {"dp_replicate": 2}, "offload": {"optimizer": "nvme"}},
             )

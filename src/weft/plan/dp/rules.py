@@ -26,7 +26,7 @@ def _secondary_is_executed(_request: Request, columns: Columns) -> Bools:
 
 
 def _errors_are_executed(_request: Request, columns: Columns) -> Bools:
-    return (columns.error_feedback > 0) & (columns.pp > 1)
+    return (columns.error_feedback > 0) & ((columns.pp > 1) | (columns.tp > 1))
 
 
 RULES: tuple[Rule, ...] = (
@@ -41,5 +41,5 @@ RULES: tuple[Rule, ...] = (
         "data_parallel.secondary_shard is not executed with pipelines or expert parallelism",
         _secondary_is_executed,
     ),
-    Rule("error_feedback", "data_parallel.error_feedback is not executed with pipelines", _errors_are_executed),
+    Rule("error_feedback", "data_parallel.error_feedback is not executed with tp and pipelines", _errors_are_executed),
 )

@@ -21,7 +21,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ZeRO-1": {"mesh": {"dp_shard": 2}, "data_parallel": {"zero": 1}, "precision": IN_INT8},
     "ZeRO-3": {"mesh": {"dp_shard": 2}, "data_parallel": {"zero": 3}, "precision": IN_INT8},
     "HSDP": {"mesh": {"dp_shard": 2, "dp_replicate": 2}, "data_parallel": {"zero": 2}, "precision": IN_INT8},
-    "tp": {"mesh": {"dp_replicate": 2, "tp": 2}, "precision": IN_INT8},
     "ep": {"mesh": {"dp_shard": 4, "ep": 2}, "data_parallel": {"zero": 3}, "precision": IN_INT8},
 }
 
@@ -69,7 +68,7 @@ def require_same_bits(world: int, layouts: list[str], folder: Path) -> None:
         for one in (rank[name] for rank in ranks):
             assert one["same"] == one["expected"], name
             assert all(lost > 0 for lost in one["lost"]), name
-            assert len(one["keys"]) == len(one["lost"]) > (name != "tp"), name
+            assert len(one["keys"]) == len(one["lost"]) > 1, name
             assert not any("errors of gradients" in note for note in one["notes"][0]), name
             assert any("are not in this plan" in note for note in one["notes"][1]), name
         assert not ranks[0][name]["keys"] & ranks[1][name]["keys"], "each rank has its own"
@@ -86,7 +85,7 @@ def test_resuming_gives_the_same_bits_with_accumulated_gradients(tmp_path: Path)
 
 @pytest.mark.slow
 def test_resuming_gives_the_same_bits_on_four_ranks(tmp_path: Path) -> None:
-    require_same_bits(4, ["HSDP", "tp", "ep"], tmp_path)
+    require_same_bits(4, ["HSDP", "ep"], tmp_path)
 
 
 def another_layout(rank: int, world: int, folder: str) -> tuple[str, ...]:
