@@ -110,7 +110,7 @@ class Engine(EngineState, EngineRecords):
             objective.bind(model, plan, self.axes.token_loss)
         self.trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self.parameters = list(self.trained.values())
-        self._seed = seed
+        self._seed, self.clip_norm = seed, clip_norm
         self.optimizer = optimizer_for(self, optimizer, seed=seed)
         self.offload = offload_states(
             self.optimizer, plan, model, self.layout, self.strategy, device=self.device, folder=state_folder
@@ -123,11 +123,9 @@ class Engine(EngineState, EngineRecords):
             require_one_base(self.rates, device=self.device)
         self.loss_scale = LossScale(enabled=plan.precision.policy().loss_scaling)
         self._products = products_of(plan, self.device)
-        self.steps_done = 0
-        self.is_updating = False  # after the last backward of a step, until its end
+        self.steps_done, self.is_updating = 0, False  # after the last backward of a step, until its end
         # Called with every reduced gradient, unscaled and before clipping, when set. It must not change them.
         self.on_gradients: Callable[[dict[str, torch.Tensor]], None] | None = None
-        self.clip_norm = clip_norm
         self._is_random = uses_randomness(model)
         self.attention = AttentionKernel(model, plan, self.device)
         self.updates = self.axes.updates(self) or Updates(self)
@@ -147,8 +145,6 @@ class Engine(EngineState, EngineRecords):
         if self.offload is not None and self.offload.memory.restored is not None:
             with meta_read():
                 self.restore_scalars(self.offload.memory.restored["engine"])
-
-    # --- training -----------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch, *, learning_rate: float | None = None) -> StepRecord:
         """Train on this rank's rows of a global batch. `learning_rate`: the first group's; others keep their ratio."""
@@ -261,8 +257,6 @@ class Engine(EngineState, EngineRecords):
         if self._dtypes.is_incomplete:
             self._dtypes.look_at(self.parameters, self.optimizer, self.masters)
 
-    # --- evaluation ---------------------------------------------------------------------------------------------
-
     def evaluate(self, batches: Batch | Sequence[Batch]) -> EvalRecord:
         """The mean token loss over one batch or several, by the same objective and division as training."""
         loss_sum, weight = self.evaluate_nowait(batches)
@@ -295,8 +289,6 @@ class Engine(EngineState, EngineRecords):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if kind is None:  # after an error the other ranks may never reach this collective
             self.close()
-
-    # --- batches -------------------------------------------------------------------------------------------
 
     def share_of(self, global_batch: Batch) -> dict[str, torch.Tensor]:
         """This rank's rows of a batch that every rank holds in full."""
