@@ -70,9 +70,8 @@ def not_executed_reasons(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _not_cp(plan: Plan) -> list[tuple[bool, str]]:
     """Features that context parallelism does not support yet."""
-    attention, mesh, policy = plan.context_parallel.attention, plan.mesh, plan.precision.policy()
+    mesh, policy = plan.mesh, plan.precision.policy()
     return [
-        (attention == "ring", "context_parallel.attention = 'ring'"),
         (mesh.tp > 1 and plan.tensor_parallel.mode != "1d", f"tensor_parallel.mode = {plan.tensor_parallel.mode!r}"),
         (mesh.ep > 1 and plan.data_parallel.zero == 0, "expert parallelism and data_parallel.zero = 0"),
         (plan.never_flushes, plan.delayed_by),

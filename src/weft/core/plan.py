@@ -146,7 +146,7 @@ class ContextParallel(Section):
     attention: Literal["gather", "ulysses", "ring"] = Field(
         default="gather",
         description="gather (keys and values of all ranks, any mask) | ulysses (all positions of a share of the "
-        "heads) | ring (keys and values pass from rank to rank)",
+        "heads) | ring (keys and values pass from rank to rank beside attention; no soft caps)",
     )
     split: SequenceSplit = Field(
         default="zigzag",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -34,7 +34,7 @@ from weft.plan.columns import (
     Columns,
     Ints,
 )
-from weft.plan.cp.sizes import chosen_attentions
+from weft.plan.cp.choice import chosen_attentions
 from weft.plan.ep.choice import chosen_dispatchers
 from weft.plan.request import Request
 
@@ -237,13 +237,13 @@ def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
     def switch(key: str, default: Ints) -> Ints:
         return default if key not in freedom.fixed else np.full(size, int(bool(freedom.fixed[key])), dtype=np.int64)
 
-    return Columns(
+    columns = Columns(
         dp_replicate=table[:, 0], dp_shard=table[:, 1], cp=table[:, 2], tp=table[:, 3], pp=table[:, 4], ep=table[:, 5],
         dispatcher=_dispatchers(table[:, 5], freedom, request),
         expert_tensor=np.full(size, EXPERT_TENSORS.index(_expert_tensor(freedom)), dtype=np.int64),
         wire=np.full(size, WIRE_FORMATS.index(wire), dtype=np.int64),
         expert_chunks=number("expert_parallel.chunks", 1),
-        cp_attention=chosen_attentions(request.shape, table[:, 2], table[:, 3], freedom.fixed),
+        cp_attention=np.zeros(size, dtype=np.int64),
         cp_split=np.full(size, CP_SPLITS.index(str(split)), dtype=np.int64),
         zero=table[:, 6], schedule=table[:, 7], virtual_stages=table[:, 8], recompute=table[:, 9], tp_mode=table[:, 10],
         offload_optimizer=table[:, 11], microbatches=table[:, 12],
@@ -272,6 +272,7 @@ def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
         full_blocks=np.zeros(size, dtype=np.int64), selective_blocks=np.zeros(size, dtype=np.int64),
         partition=np.zeros(size, dtype=np.int64),
     )  # fmt: skip
+    return replace(columns, cp_attention=chosen_attentions(request, columns, freedom.fixed))
 
 
 def _dispatchers(ep: Ints, freedom: Freedom, request: Request) -> Ints:

@@ -138,9 +138,8 @@ def context_parallel_plans(num_ranks: int, base: dict[str, Any]) -> list[Plan]:
             *({"mesh": mesh, "context_parallel": given} for mesh in meshes[1:]),
         ]
     if num_ranks > 1:
-        attentions = (
-            [given] if "attention" in given else [{"attention": name, **given} for name in ("gather", "ulysses")]
-        )
+        names = ("gather", "ulysses", "ring")
+        attentions = [given] if "attention" in given else [{"attention": name, **given} for name in names]
         layouts += [{"mesh": {"cp": num_ranks}, "context_parallel": each} for each in attentions]
     return _filled(layouts, base)
 

@@ -15,6 +15,7 @@ import weft.engine.cp.causal as causal
 import weft.engine.cp.context as context
 import weft.engine.cp.exchange as exchange
 import weft.engine.cp.masks as masks
+import weft.engine.cp.ring as ring
 from weft.engine.cp.context import CPContext
 from weft.engine.cp.positions import Positions
 
@@ -132,3 +133,38 @@ def window_one_key_short() -> AbstractContextManager[None]:
         return mask_of
 
     return replaced(context, "mask_of", make)
+
+
+def gradients_of_passed_keys_dropped() -> AbstractContextManager[None]:
+    """A ring in which each rank keeps the gradients of its own queries alone."""
+    return replaced(ring, "_add_arrived", lambda _original: lambda leaving, *_args: leaving.wait())
+
+
+def ring_mask_off_by_one_at_an_edge() -> AbstractContextManager[None]:
+    """The first query of each piece sees one key more of its own triangle."""
+
+    def make(original: Any) -> Any:
+        def seen(self: Any, queries: range, own: range, keys: range) -> Any:
+            found = original(self, queries, own, keys)
+            if found is None or not found.is_triangle:
+                return found
+            allowed = torch.ones(len(own), len(keys), dtype=torch.bool).tril()
+            allowed[0, 1] = True
+            return ring.Seen(mask=allowed[None, None])
+
+        return seen
+
+    return replaced(ring.Ring, "_seen", make)
+
+
+def parts_averaged() -> AbstractContextManager[None]:
+    """Parts of a softmax with equal shares in place of those of their sums."""
+
+    def make(original: Any) -> Any:
+        def merged(one: Any, other: Any) -> Any:
+            right = original(one, other)
+            return right._replace(out=(one.out + other.out) / 2)
+
+        return merged
+
+    return replaced(ring, "_merged", make)

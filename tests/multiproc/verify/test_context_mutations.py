@@ -36,6 +36,15 @@ GROUPS: dict[str, Group] = {
         ),
     ),
     "windows": Group(plan=CP2, model="gemma2", bugs=(Bug(mutate=bugs.window_one_key_short, check="loss", step=1),)),
+    "ring": Group(
+        plan={**CP2, "context_parallel": {"attention": "ring"}},
+        bugs=(
+            Bug(mutate=bugs.gradients_of_passed_keys_dropped, check="gradients", step=1),
+            Bug(mutate=bugs.ring_mask_off_by_one_at_an_edge, check="loss", step=1),
+            Bug(mutate=bugs.positions_from_zero_in_the_second_piece, check="gradients", step=1),
+            Bug(mutate=bugs.parts_averaged, check="loss", step=1),
+        ),
+    ),
     "ulysses": Group(
         plan={**CP2, "context_parallel": {"attention": "ulysses"}},
         bugs=(Bug(mutate=bugs.keys_in_rank_order, check="loss", step=1),),
@@ -43,6 +52,6 @@ GROUPS: dict[str, Group] = {
 }
 
 
-@pytest.mark.parametrize("name", by_default([], GROUPS, extended=["gather", "documents"]))
+@pytest.mark.parametrize("name", by_default([], GROUPS, extended=["gather", "documents", "ring"]))
 def test_every_bug_is_caught_by_the_right_check(name: str, corpus: Path, tmp_path: Path) -> None:
     require_caught(GROUPS[name], corpus, tmp_path)

@@ -88,7 +88,6 @@ def test_an_expert_degree_that_does_not_divide_names_the_axes(tensor: str, axes:
         {"mesh": {"pp": 2, "dp_shard": 2}, "pipeline": {"schedule": "pipedream"}, "data_parallel": {"zero": 1}},
         {"mesh": {"pp": 2}, "pipeline": {"schedule": "pipedream"}, "precision": {"preset": "fp16"}},
         {"mesh": {"pp": 2, "tp": 4}, "tensor_parallel": {"mode": "2d"}},
-        {"mesh": {"cp": 2}, "context_parallel": {"attention": "ring"}},
         {"mesh": {"cp": 2}, "offload": {"optimizer": "cpu"}},
         {"mesh": {"cp": 2}, "activations": {"policy": "full", "offload": "cpu"}},
         {"mesh": {"cp": 2}, "precision": {"preset": "bf16"}, "float8": {"linears": "all"}},

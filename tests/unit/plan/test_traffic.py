@@ -244,6 +244,15 @@ def test_ulysses_exchanges_queries_keys_values_and_outputs(recompute: str, times
     assert found == {("all_to_all", "forward"): (once, 96), ("all_to_all", "backward"): (times * once, times * 96)}
 
 
+@pytest.mark.parametrize(("recompute", "times"), [("none", 2), ("full", 3)])
+def test_a_ring_sends_keys_and_values_on_and_their_gradients(recompute: str, times: int) -> None:
+    """One hop of k and v of 64 tokens a rank in a message; the backward passes them again, with gradients."""
+    request = request_of(tiny_llama(), "2xH100-80GB", global_batch=4, sequence_length=128)
+    found = rows(traffic(request, cp=2, microbatches=4, attention="ring", policy=recompute), "cp")
+    once = 6 * 4 * 64 * (4 * 32 * 2) * 2
+    assert found == {("send", "forward"): (once, 24), ("send", "backward"): (times * once, times * 24)}
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("dispatcher", ["pairs", "tokens", "gather"])
 def test_collectives_of_the_dispatchers(dispatcher: str, recompute: str) -> None:

@@ -13,13 +13,15 @@ from torch import nn
 
 from weft.core.errors import ModelError, NotBuiltError
 from weft.core.mixture import block_policies
-from weft.core.plan import Plan
+from weft.core.plan import ContextParallel, Plan
 from weft.engine.activations.dropout import uses_randomness
-from weft.engine.cp.attention import NAME, ContextAttention, attend, own_function, set_attention
+from weft.engine.cp.attention import NAME, ContextAttention, attend, set_attention
 from weft.engine.cp.context import CPContext
 from weft.engine.mesh import Topology
 from weft.engine.objective import is_hugging_face
 from weft.models.cp.probe import why_not_divided
+from weft.models.cp.ring_probe import why_not_in_ring
+from weft.models.cp.softmax import own_function
 from weft.models.layout import ModelLayout
 
 IMPLEMENTATIONS = ("sdpa", "eager")
@@ -32,7 +34,7 @@ def apply_context_parallel(
     group = topology.cp_group
     if group is None:
         return None
-    inner = _require_supported(model, has_own_objective=has_own_objective)
+    inner = _require_supported(model, plan.context_parallel, has_own_objective=has_own_objective)
     tensor = plan.tensor_parallel
     multiple = plan.mesh.tp if tensor.mode == "1d" and tensor.sequence_parallel else 1
     context = CPContext(plan.context_parallel, group, inner=inner, multiple=multiple)
@@ -50,7 +52,7 @@ def apply_context_parallel(
     return context
 
 
-def _require_supported(model: nn.Module, *, has_own_objective: bool) -> str:
+def _require_supported(model: nn.Module, policy: ContextParallel, *, has_own_objective: bool) -> str:
     """The model's attention implementation; refuses what cannot be divided."""
     name = type(model).__name__
     if not is_hugging_face(model):
@@ -76,6 +78,11 @@ def _require_supported(model: nn.Module, *, has_own_objective: bool) -> str:
         )
     if reason := why_not_divided(model):
         raise ModelError(f"the sequence of {name} cannot be divided over ranks: {reason}", hint="use mesh.cp = 1")
+    if policy.attention == "ring" and (reason := why_not_in_ring(model)):
+        raise ModelError(
+            f"context_parallel.attention = 'ring' cannot add up the attention of {name}: {reason}",
+            hint="set context_parallel.attention = 'gather'",
+        )
     return inner
 
 

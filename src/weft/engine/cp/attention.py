@@ -6,8 +6,7 @@ heads are its own. Nothing here knows a family.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -21,12 +20,12 @@ from weft.engine.cp.causal import causal_attention
 from weft.engine.cp.exchange import POSITIONS, Group, gather, to_heads, to_rows
 from weft.engine.cp.positions import Positions
 from weft.engine.cp.regather import keeping_own, repeated
+from weft.engine.cp.ring import Ring, ring_attention
+from weft.models.cp.softmax import Attention, is_by_head, scale_of, sinks_of
 
 NAME = "weft_cp"  # of the implementation, in the registries of transformers
 _KEY = "_weft_attention"  # of an attention module
 _GROUPS = "num_key_value_groups"
-
-Attention = Callable[..., Any]
 
 
 class ContextAttention:
@@ -71,6 +70,9 @@ class ContextAttention:
             raise self._refused("attends without a mask of transformers' mask functions")
         if self._policy.attention == "ulysses":
             return self._over_heads(positions, module, query, key, value, mask, kwargs)
+        if self._policy.attention == "ring":
+            ring = Ring(positions=positions, group=self._group, scale=scale_of(query, kwargs), mask=mask)
+            return ring_attention(query, key, value, sinks_of(module, query.shape[1], kwargs), ring), None
         return self._over_positions(positions, module, query, key, value, mask, kwargs)
 
     def _over_positions(
@@ -104,7 +106,7 @@ class ContextAttention:
         key, value = repeated(key, times), repeated(value, times)
         query, key, value = (to_heads(x, positions, self._group) for x in (query, key, value))
         share = slice(rank * (heads // degree), (rank + 1) * (heads // degree))
-        kwargs = {name: given[share] if _is_by_head(given, heads) else given for name, given in kwargs.items()}
+        kwargs = {name: given[share] if is_by_head(given, heads) else given for name, given in kwargs.items()}
         with _with_groups(module, query.shape[1] // key.shape[1]), _with_share(module, share, heads):
             out, weights = self._own(module, query, key, value, mask, **kwargs)
         return to_rows(out.transpose(1, 2), positions, self._group).transpose(1, 2).contiguous(), weights
@@ -128,21 +130,10 @@ def set_attention(module: nn.Module, attention: ContextAttention) -> None:
     vars(module)[_KEY] = attention
 
 
-def own_function(module: nn.Module, implementation: str, known: Callable[[str], Attention | None]) -> Attention | None:
-    """The function that `module` would call; `known` looks into the registry of transformers."""
-    found = known(implementation)
-    eager: Attention | None = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    return found or eager
-
-
 def _least_repeats(heads: int, kv_heads: int, degree: int) -> int:
     """Repeats of key-value heads so that they divide over the ranks, with their query heads."""
     groups = heads // kv_heads
     return next(times for times in range(1, groups + 1) if groups % times == 0 and kv_heads * times % degree == 0)
-
-
-def _is_by_head(given: Any, heads: int) -> bool:
-    return isinstance(given, Tensor) and given.ndim == 1 and given.shape[0] == heads
 
 
 @contextmanager
@@ -162,7 +153,7 @@ def _with_groups(module: nn.Module, groups: int) -> Iterator[None]:
 @contextmanager
 def _with_share(module: nn.Module, share: slice, heads: int) -> Iterator[None]:
     """Inside, the module's own parameters with a number per head (sinks) are those of a share of the heads."""
-    before = {name: value for name, value in module._parameters.items() if _is_by_head(value, heads)}
+    before = {name: value for name, value in module._parameters.items() if is_by_head(value, heads)}
     for name, value in before.items():
         module._parameters[name] = value[share]  # type: ignore[index, assignment]
     try:

@@ -5,10 +5,13 @@
 | `gather`  | all-gather of positions                                  | reduce-scatter of their gradients            |
 | `to_heads`| all-to-all: own positions -> all positions, own heads    | all-to-all, the way back                     |
 | `to_rows` | the way back                                             | all-to-all                                   |
+
+`begin_hop` has no gradient: `engine/cp/ring.py` passes keys, values and their gradients on by itself.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,6 +47,31 @@ def to_heads(x: Tensor, positions: Positions, group: Group) -> Tensor:
 def to_rows(x: Tensor, positions: Positions, group: Group) -> Tensor:
     """The way back of `to_heads`."""
     return _ToRows.apply(x, positions, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@dataclass(frozen=True)
+class PendingHop:
+    """A message from the rank before that is still arriving."""
+
+    received: Tensor
+    sent: Tensor  # must outlive its way
+    works: list[dist.Work]
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+def begin_hop(message: Tensor, group: Group) -> PendingHop:
+    """Send `message` to the next rank of the ring. Both directions are posted together: no order of ranks can block."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    received = torch.empty_like(message)
+    ways = [
+        dist.P2POp(dist.isend, message, group=group, group_peer=(rank + 1) % size),
+        dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size),
+    ]
+    return PendingHop(received, message, dist.batch_isend_irecv(ways))
 
 
 class _Gather(torch.autograd.Function):

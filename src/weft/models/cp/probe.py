@@ -27,34 +27,40 @@ from weft.models.small_config import depth_overrides, width_factor, width_overri
 _NAME = "weft_probe"
 _LENGTH, _CHANGED = 16, 9
 _DIFFERENCE = 1e-5  # above rounding: products over other rows may round otherwise, some in float32
-_FAILURES = (AttributeError, LookupError, TypeError, ValueError, RuntimeError, ArithmeticError, AssertionError)
+FAILURES = (AttributeError, LookupError, TypeError, ValueError, RuntimeError, ArithmeticError, AssertionError)
 
 
 def why_not_divided(model: nn.Module) -> str:
     """Why rows of `model` cannot be divided; "" if they can."""
-    config: Any = model.config
-    key = json.dumps(config.to_dict(), sort_keys=True, default=str)
-    return _answer(_Asked(f"{type(model).__module__}.{type(model).__qualname__} {key}", type(model), config))
+    return _answer(Asked.of(model))
 
 
 @dataclass(frozen=True)
-class _Asked:
+class Asked:
+    """A model by its class and config; equal ones have one answer."""
+
     key: str
     model_class: type[nn.Module] = field(compare=False)
     config: Any = field(compare=False)
 
+    @staticmethod
+    def of(model: nn.Module) -> Asked:
+        config: Any = model.config
+        key = json.dumps(config.to_dict(), sort_keys=True, default=str)
+        return Asked(f"{type(model).__module__}.{type(model).__qualname__} {key}", type(model), config)
+
 
 @functools.lru_cache(maxsize=64)
-def _answer(asked: _Asked) -> str:
+def _answer(asked: Asked) -> str:
     try:
         with _disable_current_modes():
-            return _ProbedModel(_small_model(asked.model_class, asked.config)).why_not()
-    except _FAILURES as error:
+            return _ProbedModel(small_model(asked.model_class, asked.config)).why_not()
+    except FAILURES as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return f"its forward could not be probed: {lines[0][:160]}"
 
 
-def _small_model(model_class: type[nn.Module], given: Any) -> nn.Module:
+def small_model(model_class: type[nn.Module], given: Any) -> nn.Module:
     """The same structure with few narrow layers, and values, in float64."""
     config = copy.deepcopy(given)
     text = config.get_text_config()
@@ -63,7 +69,7 @@ def _small_model(model_class: type[nn.Module], given: Any) -> nn.Module:
     while True:
         try:
             return _with_values(model_class, config, {**overrides, **width_overrides(text, factor, tp=1, ep=1)})
-        except _FAILURES:
+        except FAILURES:
             if factor <= 1:
                 raise
             factor //= 2

@@ -8,7 +8,9 @@ from weft.core.run_spec import RunSpec
 from weft.core.sequence_split import padded_length
 from weft.models.build import build_config, build_skeleton
 from weft.models.cp.probe import why_not_divided
+from weft.models.cp.ring_probe import why_not_in_ring
 
+_GATHER = "set context_parallel.attention = 'gather'"
 _FEW_TOKENS = 64  # of a model that takes its tokenizer's vocabulary
 
 
@@ -21,6 +23,9 @@ def check_context(plan: Plan, run: RunSpec, shape: ModelShape | None) -> list[tu
     model = build_skeleton(build_config(run.model, vocab_size=_FEW_TOKENS), attention=run.model.attention)
     if reason := why_not_divided(model):
         return [(f"the sequence of {type(model).__name__} cannot be divided over ranks: {reason}", one)]
+    if plan.context_parallel.attention == "ring" and (reason := why_not_in_ring(model)):
+        name = type(model).__name__
+        return [(f"context_parallel.attention = 'ring' cannot add up the attention of {name}: {reason}", _GATHER)]
     degree = plan.mesh.cp * plan.mesh.tp
     heads = [kind.attention.num_heads for kind in shape.kinds if kind.attention is not None] if shape else []
     uneven = [count for count in heads if count % degree]
@@ -28,7 +33,7 @@ def check_context(plan: Plan, run: RunSpec, shape: ModelShape | None) -> list[tu
         sentence = (
             f"{uneven[0]} heads do not divide over {degree} ranks, as context_parallel.attention = 'ulysses' needs"
         )
-        return [(sentence, "set context_parallel.attention = 'gather'")]
+        return [(sentence, _GATHER)]
     return _padded_mixture(plan, run, shape)
 
 

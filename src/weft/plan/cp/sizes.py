@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
-from weft.core.model_shape import AttentionShape, ModelShape
-from weft.plan.columns import CP_ATTENTIONS, CP_SPLITS, Columns, Floats, Ints
+from weft.core.model_shape import AttentionShape
+from weft.plan.columns import CP_ATTENTIONS, CP_SPLITS, Bools, Columns, Floats
 from weft.plan.view import View
+
+RING_WORK = 1.15  # of attention in parts: smaller products, and sums of parts in float32
 
 
 def kv_heads_of(columns: Columns, attention: AttentionShape) -> Floats:
@@ -29,19 +29,28 @@ def exchanged_kv_heads(columns: Columns, attention: AttentionShape) -> Floats:
 
 
 def attention_buffers(view: View) -> Floats:
-    """Memory of the keys and values of all ranks in one block, with their gradients: its backward has most.
+    """Memory of other ranks' keys and values in one block, with gradients: its backward has most.
 
+    `gather` has those of all ranks. A ring has its own, the next rank's on their way, and the gradients of both.
     Key-value heads are repeated for each query head, as transformers does beside a mask.
     """
-    columns, most = view.columns, np.zeros(len(view.columns))
+    columns, sizes = view.columns, view.sizes
+    gathered, passed = np.zeros(len(columns)), np.zeros(len(columns))
     for block in view.shape.kinds:
         if block.attention is None:
             continue
-        whole = columns.cp * view.tokens * view.sizes.activation * kv_elements(columns, block.attention)
+        own = view.tokens * sizes.activation * kv_elements(columns, block.attention)
         times = np.maximum(1.0, block.attention.num_heads / columns.tp / kv_heads_of(columns, block.attention))
-        most = np.maximum(most, (2 * times) * whole)
-    gathers = columns.cp_attention == CP_ATTENTIONS.index("gather")
-    return np.where(columns.cp > 1, np.where(gathers, most, 2 * view.stream_bytes), 0.0)
+        gathered = np.maximum(gathered, (2 * times) * columns.cp * own)
+        exact = 4 / sizes.activation  # sums are in float32
+        queries = view.tokens * sizes.activation * block.attention.num_heads / columns.tp * block.attention.head_dim
+        passed = np.maximum(passed, (4 + 2 * exact + times * (1 + exact)) * own + exact * queries)
+    of = {"gather": gathered, "ulysses": 2 * view.stream_bytes, "ring": passed}
+    return np.where(columns.cp > 1, np.choose(columns.cp_attention, [of[name] for name in CP_ATTENTIONS]), 0.0)
+
+
+def is_ring(columns: Columns) -> Bools:
+    return np.asarray((columns.cp > 1) & (columns.cp_attention == CP_ATTENTIONS.index("ring")))
 
 
 def most_work(columns: Columns) -> Floats:
@@ -50,19 +59,3 @@ def most_work(columns: Columns) -> Floats:
         columns.cp_attention != CP_ATTENTIONS.index("ulysses")
     )
     return np.where((columns.cp > 1) & is_uneven, (2 * columns.cp - 1) / columns.cp, 1.0)
-
-
-def chosen_attentions(shape: ModelShape, cp: Ints, tp: Ints, fixed: Mapping[str, object]) -> Ints:
-    """The fixed attention, or for each plan the one that sends fewer bytes: ulysses where heads divide."""
-    key, gather, ulysses = "context_parallel.attention", *map(CP_ATTENTIONS.index, ("gather", "ulysses"))
-    if key in fixed:
-        return np.full(len(cp), CP_ATTENTIONS.index(str(fixed[key])), dtype=np.int64)
-    found = [block.attention for block in shape.kinds if block.attention is not None]
-    if not found:
-        return np.full(len(cp), gather, dtype=np.int64)
-    largest = max(found, key=lambda each: each.num_heads)
-    heads = largest.num_heads // np.maximum(tp, 1)
-    kv = np.maximum(1, largest.num_kv_heads // np.maximum(tp, 1))
-    by_heads = 2 * (heads + np.lcm(kv, cp)) / np.maximum(cp, 1)
-    does_divide = np.all([each.num_heads % (cp * tp) == 0 for each in found], axis=0)
-    return np.where(does_divide & (by_heads < 3 * kv), ulysses, gather)

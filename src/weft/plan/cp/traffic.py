@@ -7,6 +7,8 @@ With the rank's keys and values k (of a tensor-parallel rank's heads), its queri
 | gather    | all_gather of k twice (keys, values)   | all_gather of k twice again; reduce_scatter of gradients  |
 | ulysses   | all_to_all of q, k twice, o            | all_to_all of their gradients; recompute repeats those of |
 |           |                                        | the forward                                               |
+| ring      | cp - 1 sends of k (keys with values)   | the same again, and of their gradients; recompute repeats |
+|           |                                        | those of the forward                                      |
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ def traffic(view: View) -> list[TrafficRow]:
         for is_on, passes in (
             (_has(columns, "gather"), _gather(columns, block.attention, rank_bytes, times)),
             (_has(columns, "ulysses"), _ulysses(columns, block.attention, rank_bytes, times, repeats)),
+            (_has(columns, "ring"), _ring(columns, block.attention, rank_bytes, times, repeats)),
         ):
             for collective, phase, nbytes, count in passes:
                 total = totals.setdefault((collective, phase), [np.zeros(size), np.zeros(size)])
@@ -68,3 +71,12 @@ def _ulysses(
     sent = (columns.cp - 1) / columns.cp * rank_bytes * elements
     yield "all_to_all", "forward", sent * times, 4 * times
     yield "all_to_all", "backward", sent * (times + repeats), 4 * (times + repeats)
+
+
+def _ring(
+    columns: Columns, attention: AttentionShape, rank_bytes: Floats, times: Floats, repeats: Floats
+) -> Iterator[Passed]:
+    hops = np.asarray(columns.cp - 1, dtype=np.float64)
+    sent = hops * rank_bytes * kv_elements(columns, attention)
+    yield "send", "forward", sent * times, hops * times
+    yield "send", "backward", sent * (2 * times + repeats), hops * (2 * times + repeats)

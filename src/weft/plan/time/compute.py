@@ -19,7 +19,7 @@ import numpy as np
 from weft.core.cluster import Device
 from weft.core.model_shape import BlockShape, LinearShape
 from weft.plan.columns import FLOAT8, Bools, Columns, Floats
-from weft.plan.cp.sizes import most_work
+from weft.plan.cp.sizes import RING_WORK, is_ring, most_work
 from weft.plan.memory.block_activations import bytes_of, mean_keys, saved_by_default, saved_by_selective
 from weft.plan.memory.fused_loss import is_sharded
 from weft.plan.request import Request, byte_sizes, rate_format
@@ -71,7 +71,8 @@ def block_seconds(view: View) -> BlockSeconds:
     )
     for index, block in enumerate(request.shape.kinds):
         count = stage.blocks[:, index]
-        linears, scores = _linears_s(request, columns, block, tokens), _attention_s(request, columns, block, tokens)
+        linears = _linears_s(request, columns, block, tokens)
+        scores = attention_seconds(request, columns, block, tokens)
         moved, recomputed_share = _pointwise_s(request, columns, block, tokens)
         matmul, attention = matmul + count * linears.matmul, attention + count * scores
         experts, frozen = experts + count * linears.experts, frozen + count * linears.frozen
@@ -223,14 +224,15 @@ def _takes_float8(columns: Columns, linear: LinearShape) -> Bools:
     return np.asarray(by_choice[columns.float8_linears])
 
 
-def _attention_s(request: Request, columns: Columns, block: BlockShape, tokens: Floats) -> Floats:
+def attention_seconds(request: Request, columns: Columns, block: BlockShape, tokens: Floats) -> Floats:
+    """Of a forward on the busiest rank."""
     if block.attention is None:
         return np.zeros(len(columns))
     device = request.cluster.device
     name = _rate_name(request)
     rate = device.peak_flops[name] * device.rates[name].best * ATTENTION_SHARE
     flops = tokens * attention_flops_per_token(block, request.workload.sequence_length) / columns.tp
-    flops = flops * most_work(columns)
+    flops = flops * most_work(columns) * np.where(is_ring(columns), RING_WORK, 1.0)
     if not request.writes_scores(block.attention):
         return np.asarray(flops / rate, dtype=np.float64)
     # with materialised scores masked keys are computed too, and the scores move through memory several times

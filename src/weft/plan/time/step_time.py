@@ -17,6 +17,7 @@ from weft.core import axes
 from weft.core.terms import StepTerm as Term
 from weft.plan import muon
 from weft.plan.columns import Columns, Floats, Ints
+from weft.plan.cp.sizes import is_ring
 from weft.plan.dp.all_reduce import replica_seconds
 from weft.plan.pp.stages import bubble_of
 from weft.plan.request import Request, rate_format
@@ -78,7 +79,7 @@ def _stage_terms(view: View) -> Terms:
         Term.LOSS: m * busy.loss,
         Term.LAUNCH: m * busy.launch,
         Term.TP_COMM: wire[axes.TP],
-        Term.CP_COMM: np.maximum(wire[axes.CP] - OVERLAP * attention, 0.0),
+        Term.CP_COMM: np.maximum(wire[axes.CP] - _beside_attention(columns, attention), 0.0),
         Term.EP_COMM: wire[axes.EP] - _beside_experts(columns, wire[axes.EP], 3 * m * busy.expert_forward),
         Term.PP_COMM: EXPOSED_SENDS * wire[axes.PP],
         Term.DP_COMM: _data_parallel(request, columns, traffic, busy),
@@ -97,12 +98,20 @@ def _keep_slower(terms: Terms, rows: Ints, other: Terms) -> None:
 def _wire(request: Request, columns: Columns, traffic: Traffic) -> dict[str, Floats]:
     """Seconds per step of communication that blocks compute."""
     seconds = {
-        axis: _seconds(axis_link(request.cluster, columns, (axis,)), traffic.of(axis))
-        for axis in (axes.TP, axes.CP, axes.PP)
+        axis: _seconds(axis_link(request.cluster, columns, (axis,)), traffic.of(axis)) for axis in (axes.TP, axes.PP)
     }
+    moved, count = traffic.of(axes.CP)
+    link = axis_link(request.cluster, columns, (axes.CP,))
+    calls = np.where(is_ring(columns), count / np.maximum(columns.cp - 1, 1), count)  # a send is one step
+    seconds[axes.CP] = link.seconds(moved, num_calls=calls)
     moved, count = traffic.of(axes.EP)
     seconds[axes.EP] = expert_link(request.cluster, columns).exchange_seconds(moved, num_calls=count)
     return seconds
+
+
+def _beside_attention(columns: Columns, attention: Floats) -> Floats:
+    """Seconds of attention that hide exchanges: a ring's, but for the part whose next keys and values are not sent."""
+    return np.where(is_ring(columns), OVERLAP * attention * (columns.cp - 1) / columns.cp, 0.0)
 
 
 def _beside_experts(columns: Columns, exchange: Floats, experts: Floats) -> Floats:

@@ -45,20 +45,36 @@ FAMILIES = {
     ),
 }  # fmt: skip
 CP2: dict[str, Any] = {"mesh": {"cp": 2}}
+RING = {"attention": "ring"}
 ZIGZAG, CONTIGUOUS = {"split": "zigzag"}, {"split": "contiguous"}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "alone": CP2,
         "contiguous": {**CP2, "context_parallel": CONTIGUOUS},
         "ulysses": {**CP2, "context_parallel": {"attention": "ulysses"}},
+        "ring": {**CP2, "context_parallel": RING},
+        "ring, contiguous": {**CP2, "context_parallel": {**RING, **CONTIGUOUS}},
         "ZeRO-3": {**CP2, "data_parallel": {"zero": 3}},
         "recompute": {**CP2, "activations": {"policy": "full"}, "pipeline": {"microbatches": 2}},
         "selective": {**CP2, "activations": {"policy": "selective"}, "data_parallel": {"zero": 1}},
+        "ring, recompute": {
+            **CP2, "context_parallel": RING, "activations": {"policy": "full"}, "pipeline": {"microbatches": 2},
+        },
+        "ring, selective, ZeRO-3": {
+            **CP2, "context_parallel": RING, "activations": {"policy": "selective"}, "data_parallel": {"zero": 3},
+        },
     },
     4: {
         "cp 4": {"mesh": {"cp": 4}},
         "cp 4, contiguous": {"mesh": {"cp": 4}, "context_parallel": CONTIGUOUS},
         "cp 4, ulysses": {"mesh": {"cp": 4}, "context_parallel": {"attention": "ulysses"}},
+        "cp 4, ring": {"mesh": {"cp": 4}, "context_parallel": RING},
+        "cp 4, ring, contiguous": {"mesh": {"cp": 4}, "context_parallel": {**RING, **CONTIGUOUS}},
+        "ring, ZeRO-3": {
+            "mesh": {"cp": 2, "dp_shard": 2}, "context_parallel": RING, "data_parallel": {"zero": 3},
+        },
+        "ring, tp": {"mesh": {"cp": 2, "tp": 2}, "context_parallel": RING},
+        "ring, pp": {"mesh": {"cp": 2, "pp": 2}, "context_parallel": RING, "pipeline": {"microbatches": 4}},
         "ZeRO-3": {"mesh": {"cp": 2, "dp_shard": 2}, "data_parallel": {"zero": 3}},
         "ZeRO-2": {"mesh": {"cp": 2, "dp_shard": 2}, "data_parallel": {"zero": 2}, "pipeline": {"microbatches": 2}},
         "DDP": {"mesh": {"cp": 2, "dp_replicate": 2}},

@@ -10,6 +10,7 @@ from plan_cases import assert_terms_add_up, columns_with, legal_plans, one, requ
 from weft import zoo
 from weft.core.cluster import Link
 from weft.core.terms import StepTerm as Term
+from weft.plan.cp.sizes import RING_WORK
 from weft.plan.request import Request
 from weft.plan.time.compute import block_seconds, model_flops
 from weft.plan.time.state_stream import UPDATE_PASSES
@@ -161,10 +162,14 @@ def test_gradients_of_replicas_go_through_every_card_that_context_ranks_have() -
 
 def test_a_ring_hides_behind_attention() -> None:
     """Keys and values of 8B: 7 passes of 512 tokens x 2 x 1,024 numbers a layer, three times; the rest is hidden."""
-    fast, slow = (terms(on_network(REQUEST, rate), cp=8, microbatches=64) for rate in (1e30, 1e9))
+    ring: dict[str, Any] = {"cp": 8, "microbatches": 64, "attention": "ring"}
+    fast, slow = (terms(on_network(REQUEST, rate), **ring) for rate in (1e30, 1e9))
     assert fast[Term.CP_COMM] == 0
     wire = 3 * 64 * 32 * 7 * 512 * 2 * 1024 * 2 / 1e9
-    assert slow[Term.CP_COMM] == pytest.approx(wire - OVERLAP * slow[Term.ATTENTION])
+    assert slow[Term.CP_COMM] == pytest.approx(wire - OVERLAP * 7 / 8 * slow[Term.ATTENTION])
+    gather = terms(on_network(REQUEST, 1e9), **{**ring, "attention": "gather"})
+    assert gather[Term.CP_COMM] == pytest.approx(wire)
+    assert gather[Term.ATTENTION] == pytest.approx(slow[Term.ATTENTION] / RING_WORK)
 
 
 def test_tensor_communication_is_not_hidden() -> None:

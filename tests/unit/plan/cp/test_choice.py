@@ -1,0 +1,62 @@
+"""The attention of context parallelism that a plan gets by default: by the time of its exchanges."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from plan_cases import columns_with, one, request_of, view_with
+
+from weft.core.model_shape import ModelShape
+from weft.core.terms import StepTerm as Term
+from weft.plan.columns import CP_ATTENTIONS
+from weft.plan.cp.choice import chosen_attentions
+from weft.plan.cp.sizes import attention_buffers
+from weft.plan.request import Request
+from weft.plan.time.step_time import estimate_time
+
+LONG = request_of("llama-3-8b", "64xH100-80GB", global_batch=16, sequence_length=131_072)
+ACROSS: dict[str, Any] = {"cp": 8, "tp": 8, "zero": 3, "dp_shard": 1}  # each context-parallel rank on a node of its own
+
+
+def chosen(request: Request, fixed: dict[str, object], **keys: Any) -> str:
+    return CP_ATTENTIONS[int(chosen_attentions(request, columns_with(keys), fixed)[0])]
+
+
+def with_scores(shape: ModelShape) -> ModelShape:
+    kinds = tuple(
+        replace(kind, attention=replace(kind.attention, materialises_scores=True)) if kind.attention else kind
+        for kind in shape.kinds
+    )
+    return replace(shape, kinds=kinds)
+
+
+@pytest.mark.parametrize(
+    ("keys", "attention"),
+    [({"cp": 2}, "gather"), ({"cp": 8}, "ulysses"), (ACROSS, "ring")],
+)
+def test_the_default_has_the_cheapest_exchanges(keys: dict[str, Any], attention: str) -> None:
+    assert chosen(LONG, {}, **keys) == attention
+    assert chosen(LONG, {"context_parallel.attention": "gather"}, **keys) == "gather"
+
+
+def test_attention_that_writes_its_scores_gets_no_ring() -> None:
+    capped = replace(LONG, shape=with_scores(LONG.shape))
+    assert chosen(capped, {}, **ACROSS) != "ring"
+
+
+def test_a_ring_alone_hides_its_exchanges() -> None:
+    exposed = {
+        attention: one(estimate_time([view_with(LONG, attention=attention, **ACROSS)]).terms[Term.CP_COMM])
+        for attention in CP_ATTENTIONS
+    }
+    assert exposed["ring"] < 0.2 * exposed["gather"]
+
+
+def test_a_ring_holds_keys_and_values_of_two_ranks() -> None:
+    wide = {"cp": 8, "zero": 3}
+    gather, ring = (one(attention_buffers(view_with(LONG, attention=name, **wide))) for name in ("gather", "ring"))
+    own = 131_072 / 8 * 16 * 8 * (128 + 128) * 2  # rows of a rank, 8 heads, bf16
+    assert gather == 2 * 4 * 8 * own
+    assert ring == (4 + 2 * 2 + 4 * 3 + 2 * 2) * own  # queries have four times a key's heads, and half of k with v
