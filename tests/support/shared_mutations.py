@@ -7,6 +7,7 @@ that a function was imported by.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -146,7 +147,7 @@ def loop_evaluates_on_training_rows() -> Bug:
     def make(original: Any) -> Any:
         def loaders(*args: Any, **kwargs: Any) -> Any:
             training, evaluation = original(*args, **kwargs)
-            return training, None if evaluation is None else training
+            return training, {name: dataclasses.replace(one, loader=training) for name, one in evaluation.items()}
 
         return loaders
 

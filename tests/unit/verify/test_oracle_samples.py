@@ -12,6 +12,7 @@ from weft.data.loader import Loader
 from weft.data.rows import IGNORED, RowLayout
 from weft.data.split import Split, split_documents
 from weft.data.words import counted_of, to_words, tokens_of
+from weft.verify.oracle import streams
 from weft.verify.oracle.facts import RankShare
 from weft.verify.oracle.samples import SampleStream, WrongSampleError, check_epoch
 
@@ -132,3 +133,16 @@ def test_ranks_that_read_other_rows_are_caught() -> None:
     wrong = SampleStream(**{**vars(stream), "share": shares})
     with pytest.raises(WrongSampleError, match="over ranks"):
         check(wrong, dp_degree=2)
+
+
+@pytest.mark.parametrize("bug", [None, _labels_are_inputs, _first_row_again], ids=["none", "labels", "a row twice"])
+def test_windows_of_a_long_epoch(bug: Callable[[Batch], None] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "MOST_ROWS", 8)
+    monkeypatch.setattr(streams, "NUM_WINDOWS", 2)
+    stream = stream_of("none", bug or (lambda _: None))
+    assert stream.num_rows > 8
+    if bug is None:
+        assert check(stream, dp_degree=2).startswith("no sample of an epoch too often: 8 in 8 of ")
+        return
+    with pytest.raises(WrongSampleError):
+        check(stream)

@@ -5,7 +5,6 @@ A long epoch is checked in evenly spaced windows; a row that occurs twice in any
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +14,10 @@ from numpy.typing import NDArray
 from weft.verify.oracle.documents import Beginning
 from weft.verify.oracle.facts import CorpusFacts, RankShare, Rows, Tables
 from weft.verify.oracle.samples import SampleStream, WrongSampleError, check_epoch, check_rendered, check_shares
-from weft.verify.oracle.streams import IGNORED, Hashes, Stream
+from weft.verify.oracle.streams import IGNORED, MOST_ROWS, Hashes, Stream, windows
 from weft.verify.verdict import Check, Finding
 
 NAME, RULE = "oracle data", 12
-MOST_ROWS, NUM_WINDOWS = 4096, 32
 SHARED_BATCHES = 4  # batches that are also read as each data-parallel rank
 ORDERED_ROWS = 64  # fewer rows may have the same order twice by chance
 SHOWN = 6
@@ -143,7 +141,7 @@ class Epoch:
     def check(self, *, dp_degree: int) -> str:
         _require_count(self.share, self.stream, place="training rows")
         seen, stream = [], self.stream
-        for begin, end in _windows(stream.num_rows):
+        for begin, end in windows(stream.num_rows):
             seen.append(self._read(begin, end - begin))
         hashes = np.concatenate(seen)
         self._require_once(hashes)
@@ -212,16 +210,6 @@ class Epoch:
             for key, values in full.items():
                 joined = np.concatenate([part[key] for part in parts])
                 _require_equal(key, values, joined, f"sample {position} over {dp_degree} ranks")
-
-
-def _windows(num_rows: int) -> Iterator[tuple[int, int]]:
-    if num_rows <= MOST_ROWS:
-        yield 0, num_rows
-        return
-    width = MOST_ROWS // NUM_WINDOWS
-    for part in range(NUM_WINDOWS - 1):
-        yield num_rows * part // NUM_WINDOWS, num_rows * part // NUM_WINDOWS + width
-    yield num_rows - width, num_rows
 
 
 def _compare(batch: Rows, stream: Stream, rows: NDArray[np.int64], *, place: str) -> None:

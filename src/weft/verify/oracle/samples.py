@@ -7,6 +7,7 @@ for a row is not judged: each must be in some row of an epoch, once, with its ow
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from collections import Counter
@@ -21,10 +22,10 @@ from numpy.typing import NDArray
 
 from weft.verify.oracle.documents import open_tokenizer
 from weft.verify.oracle.facts import CorpusFacts, RankShare, Rows, Tables
-from weft.verify.oracle.streams import IGNORED
+from weft.verify.oracle.streams import IGNORED, Tokens, windows
 
 MOST_READ_AGAIN = 200  # rows that are rendered again by transformers
-Sample = tuple[tuple[int, ...], tuple[int, ...]]  # inputs, labels
+Key = bytes  # the digest of a sample: its inputs and labels
 
 
 class WrongSampleError(Exception):
@@ -51,13 +52,31 @@ class SampleStream:
     def num_rows(self) -> int:
         return self.share.num_rows
 
-    @cached_property
-    def samples(self) -> Counter[Sample]:
+    @property
+    def samples(self) -> Counter[Key]:
         """Every sample that fits, or what truncation leaves of it, with its count."""
-        pieces = (piece for begin, end in self.share.documents for piece in self._pieces(begin, end))
-        made = ((self.tokens[begin:end], self.counted[begin:end]) for begin, end in pieces)
-        found = ((tuple(t[:-1].tolist()), tuple(np.where(c, t, IGNORED)[1:].tolist())) for t, c in made if len(t) > 1)
-        return Counter(sample for sample in found if any(label != IGNORED for label in sample[1]))
+        return self._known[0]
+
+    @cached_property
+    def _known(self) -> tuple[Counter[Key], dict[Key, tuple[int, int]]]:
+        """The samples, and where in the corpus each is."""
+        counts: Counter[Key] = Counter()
+        places: dict[Key, tuple[int, int]] = {}
+        for begin, end in self._all_pieces():
+            inputs, labels = self._sample(begin, end)
+            if (labels != IGNORED).any():
+                key = _key(inputs, labels)
+                counts[key] += 1
+                places[key] = begin, end
+        return counts, places
+
+    def _sample(self, begin: int, end: int) -> tuple[Tokens, Tokens]:
+        tokens = self.tokens[begin:end]
+        return tokens[:-1], np.where(self.counted[begin:end], tokens, IGNORED)[1:]
+
+    def shown(self, key: Key) -> str:
+        """The beginning of a known sample."""
+        return _shown(*self._sample(*self._known[1][key]))
 
     def batch_at(self, indices: Sequence[int]) -> Rows:
         """Samples of the run by number, as it reads them; each must be known."""
@@ -66,19 +85,20 @@ class SampleStream:
         self.require_known(fields, len(indices), place=f"sample {indices[0]}")
         return fields
 
-    def require_known(self, batch: Rows, count: int, *, place: str) -> Counter[Sample]:
+    def require_known(self, batch: Rows, count: int, *, place: str) -> Counter[Key]:
         """The samples of the first rows of a batch; raise for one that the corpus does not have."""
-        found: Counter[Sample] = Counter()
+        found: Counter[Key] = Counter()
         for row in range(count):
-            for sample in self._of_row(batch, row):
-                if sample not in self.samples:
+            for inputs, labels in self._of_row(batch, row):
+                key = _key(inputs, labels)
+                if key not in self.samples:
                     raise WrongSampleError(
-                        self._nearest(sample), _shown(sample), place=f"{place}, row {row} of its batch"
+                        self._nearest(inputs), _shown(inputs, labels), place=f"{place}, row {row} of its batch"
                     )
-                found[sample] += 1
+                found[key] += 1
         return found
 
-    def _of_row(self, batch: Rows, row: int) -> Iterator[Sample]:
+    def _of_row(self, batch: Rows, row: int) -> Iterator[tuple[Tokens, Tokens]]:
         inputs, labels = batch["input_ids"][row], batch["labels"][row]
         if "position_ids" in batch:
             positions = batch["position_ids"][row]
@@ -91,18 +111,27 @@ class SampleStream:
         elif self.is_packed:
             raise WrongSampleError("position_ids of packed samples", "none", place=f"row {row}")
         else:
-            known = self._by_row.get((tuple(inputs.tolist()), tuple(labels.tolist())))
+            known = self._by_row.get(_key(inputs, labels))
             borders = [0, known if known is not None else self.length]
         for begin, end in itertools.pairwise(borders):
             is_padding = (labels[begin:end] == IGNORED).all() and (inputs[begin:end] == self.end).all()
             if end > begin and not (is_padding and self.is_packed):
-                yield tuple(inputs[begin:end].tolist()), tuple(labels[begin:end].tolist())
+                yield inputs[begin:end], labels[begin:end]
 
     @cached_property
-    def _by_row(self) -> dict[Sample, int]:
+    def _by_row(self) -> dict[Key, int]:
         """Padded samples, with their own length."""
-        rest = {sample: self.length - len(sample[0]) for sample in self.samples}
-        return {(a + (self.end,) * n, b + (IGNORED,) * n): len(a) for (a, b), n in rest.items()}
+        found = {}
+        for begin, end in self._known[1].values():
+            inputs, labels = self._sample(begin, end)
+            rest = (0, self.length - len(inputs))
+            padded = np.pad(inputs, rest, constant_values=self.end), np.pad(labels, rest, constant_values=IGNORED)
+            found[_key(*padded)] = len(inputs)
+        return found
+
+    def _all_pieces(self) -> Iterator[tuple[int, int]]:
+        pieces = (piece for begin, end in self.share.documents for piece in self._pieces(begin, end))
+        return ((begin, end) for begin, end in pieces if end - begin > 1)
 
     def _pieces(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
         most = self.length + 1
@@ -115,33 +144,49 @@ class SampleStream:
         elif self.truncation == "split":
             yield from ((at, min(at + most, end)) for at in range(begin, end - 1, self.length))
 
-    def _nearest(self, sample: Sample) -> str:
-        same = next((known for known in self.samples if known[0] == sample[0]), None)
-        return f"labels {list(same[1][:8])}" if same is not None else "a sample of the corpus"
+    def _nearest(self, inputs: Tokens) -> str:
+        for begin, end in self._all_pieces():
+            known, labels = self._sample(begin, end)
+            if np.array_equal(known, inputs):
+                return f"labels {labels[:8].tolist()}"
+        return "a sample of the corpus"
 
 
 def check_epoch(stream: SampleStream, *, rows: int, num_epochs: int | None, dp_degree: int) -> str:
-    """Check that an epoch has every sample once, that data ends without labels, and the shares of ranks."""
-    found: Counter[Sample] = Counter()
-    for position in range(0, stream.num_rows, rows):
-        batch = stream.share.batch(position, dp_rank=0, dp_degree=1)
-        count = min(rows, stream.num_rows - position)
-        found += stream.require_known(batch, count, place=f"sample {position}")
-        parts = [stream.share.batch(position, dp_rank=rank, dp_degree=dp_degree) for rank in range(dp_degree)]
-        for key, values in batch.items():
-            if not np.array_equal(np.concatenate([part[key] for part in parts]), values):
-                raise WrongSampleError(f"{key} of the global batch", "others", place=f"sample {position} over ranks")
-    if found != stream.samples:
-        wrong = next(iter((found - stream.samples) + (stream.samples - found)))
+    """Check that an epoch has every sample once, that data ends without labels, and the shares of ranks.
+
+    Of a long epoch windows are read: no sample may then be there too often."""
+    found: Counter[Key] = Counter()
+    spans = list(windows(stream.num_rows))
+    for begin, end in spans:
+        for position in range(begin, end, rows):
+            batch = stream.share.batch(position, dp_rank=0, dp_degree=1)
+            found += stream.require_known(batch, min(rows, end - position), place=f"sample {position}")
+            if len(spans) == 1 or position == begin:
+                _require_shares(stream, batch, position, dp_degree=dp_degree)
+    often = found - stream.samples
+    missing = stream.samples - found if len(spans) == 1 else Counter[Key]()
+    for wrong in (*often, *missing):
         counts = f"{stream.samples[wrong]} times", f"{found[wrong]} times"
-        raise WrongSampleError(*counts, place=f"an epoch, the sample {_shown(wrong)}")
+        raise WrongSampleError(*counts, place=f"an epoch, the sample {stream.shown(wrong)}")
     if num_epochs is not None:
         total = num_epochs * stream.num_rows
         last = (total - 1) // rows * rows
         labels = stream.share.batch(last, dp_rank=0, dp_degree=1)["labels"]
         if (labels[total - last :] != IGNORED).any():
             raise WrongSampleError("no labels in the rows that pad a last batch", "labels", place=f"sample {last}")
-    return f"every sample of an epoch once: {sum(found.values())} in {stream.num_rows} rows"
+    if len(spans) == 1:
+        return f"every sample of an epoch once: {found.total()} in {stream.num_rows} rows"
+    num_read = sum(end - begin for begin, end in spans)
+    return f"no sample of an epoch too often: {found.total()} in {num_read} of {stream.num_rows} rows"
+
+
+def _require_shares(stream: SampleStream, batch: Rows, position: int, *, dp_degree: int) -> None:
+    """Check that the ranks' rows, one after the other, are the global batch."""
+    parts = [stream.share.batch(position, dp_rank=rank, dp_degree=dp_degree) for rank in range(dp_degree)]
+    for key, values in batch.items():
+        if not np.array_equal(np.concatenate([part[key] for part in parts]), values):
+            raise WrongSampleError(f"{key} of the global batch", "others", place=f"sample {position} over ranks")
 
 
 def check_shares(corpus: CorpusFacts) -> None:
@@ -200,5 +245,11 @@ def _require_answers(
             raise WrongSampleError(f"no loss on {asked[:40]!r}", "a loss", place=place)
 
 
-def _shown(sample: Sample) -> str:
-    return f"inputs {list(sample[0][:8])}, labels {list(sample[1][:8])}"
+def _key(inputs: NDArray[Any], labels: NDArray[Any]) -> Key:
+    """A digest: a corpus has more tokens than fit into memory as Python numbers."""
+    parts = (np.ascontiguousarray(part, dtype=np.int64).tobytes() for part in (inputs, labels))
+    return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
+
+
+def _shown(inputs: NDArray[Any], labels: NDArray[Any]) -> str:
+    return f"inputs {inputs[:8].tolist()}, labels {labels[:8].tolist()}"

@@ -6,7 +6,7 @@ the label of a document's end is ignored and positions restart at 0 in every doc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 IGNORED = -100
+MOST_ROWS, NUM_WINDOWS = 4096, 32  # of an epoch that are checked
 Tokens = NDArray[np.int64]
 Hashes = NDArray[np.uint64]
 
@@ -103,3 +104,14 @@ def _scrambled(tokens: NDArray[Any]) -> Hashes:
     words = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed: Hashes = words ^ (words >> np.uint64(29))
     return mixed
+
+
+def windows(num_rows: int) -> Iterator[tuple[int, int]]:
+    """All rows of a short epoch; evenly spaced windows of a long one, its ends among them."""
+    if num_rows <= MOST_ROWS:
+        yield 0, num_rows
+        return
+    width = MOST_ROWS // NUM_WINDOWS
+    for part in range(NUM_WINDOWS - 1):
+        yield num_rows * part // NUM_WINDOWS, num_rows * part // NUM_WINDOWS + width
+    yield num_rows - width, num_rows
