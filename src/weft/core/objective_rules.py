@@ -18,7 +18,7 @@ def check_objective(plan: Plan, run: RunSpec) -> Iterator[tuple[str, str]]:
     if has_pairs and not objective.is_of_pairs:
         yield (
             "data.format = 'preference' gives pairs, and objective.kind = 'next_token' does not train on pairs",
-            "set objective.kind = 'dpo' or 'orpo', or data.format = 'chat' or 'prompt-completion' for the chosen answers",
+            "set objective.kind = 'dpo' or 'orpo', or data.format = 'chat' to train on the chosen answers",
         )
     if not objective.is_of_pairs:
         return
