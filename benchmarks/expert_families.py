@@ -1,7 +1,7 @@
 """`weft verify` at mesh.ep = 2 over every mixture-of-experts causal LM type of the installed transformers.
 
     python benchmarks/expert_families.py --out benchmarks/results/expert_families-DATE.md
-        --docs docs/reference/expert-families.md [--only mixtral ...] [--rows FILE] [--zero 3] [--all-stages]
+        --docs docs/reference/expert-families.md [--types mixtral ...] [--rows FILE] [--zero 3] [--all-stages]
 
 A tiny model of each type goes through two stages of `weft verify` on two ranks: losses, gradients, norms, weights,
 states and evaluations against one process; collectives, traffic and memory against the prediction. `--all-stages` adds
@@ -236,7 +236,6 @@ def _kinds(names: list[str]) -> list[str]:
 
 def main() -> None:
     parser = tiny.page_parser(__doc__)
-    parser.add_argument("--only", nargs="*")
     parser.add_argument("--zero", type=int, default=3)
     parser.add_argument("--all-stages", action="store_true")
     given = parser.parse_args()
@@ -244,7 +243,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     done = tiny.read_rows(given.rows)
-    left = [name for name in given.only or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if name not in done]
+    left = [name for name in given.types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if name not in done]
     with tempfile.TemporaryDirectory(prefix="expert-families-") as folder:
         preload("weft.core.plan", "families_train", "weft.verify.session")
         corpus = write_corpus(Path(folder, "texts"))

@@ -15,7 +15,6 @@ import logging
 import platform
 import re
 import warnings
-from collections import Counter
 from pathlib import Path
 
 import tiny_families as tiny
@@ -23,8 +22,7 @@ import torch
 import transformers
 from gloo import preload
 from tiny_families import Facts
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from type_groups import TYPES_A_GROUP, keep_findings, run_groups
+from type_groups import keep_findings, run_groups
 
 from weft.core.errors import WeftError
 
@@ -46,22 +44,11 @@ def _course(model_type: str, num_layers: int, tables: Facts) -> Facts:
         engine = tiny.engine_of(tiny.config_of(model_type, num_layers=num_layers), tables)
     except WeftError as error:
         return {"refused": str(error)}
-    gradients: Facts = {}
-
-    def keep(found: dict[str, torch.Tensor]) -> None:
-        if not gradients:
-            mine = {name: value for name, value in found.items() if name not in engine.layout.copies}
-            gradients.update({name: value.clone().numpy() for name, value in mine.items()})
-
-    engine.on_gradients = keep
     shares = [engine.share_of(batch) for batch in tiny.batches()]
-    records = [engine.step(batch) for batch in shares]
-    return {
-        "losses": [record.loss for record in records] + [engine.evaluate(shares[0]).loss],
-        "norms": [record.grad_norm for record in records],
-        "gradients": gradients,
-        "blocks": len(engine.layout.blocks),
-    }
+    course = tiny.course_of(
+        engine, shares, lambda found: {n: v for n, v in found.items() if n not in engine.layout.copies}
+    )
+    return {**course, "blocks": len(engine.layout.blocks)}
 
 
 def run_types(model_types: list[str], *, degree: int, num_layers: int) -> dict[str, list[Facts]]:
@@ -113,8 +100,8 @@ def result_page(rows: list[Facts], others: dict[str, Facts], *, degree: int) -> 
         "`weft verify` looks at your own model.",
         "",
         f"- torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}",
-        f"- mesh.pp = {degree}: {_counted(rows)}, of {len(rows)} types",
-        *([f"- mesh.pp = 4, of the types that are right: {_counted(list(others.values()))}"] if others else []),
+        f"- mesh.pp = {degree}: {tiny.counted(rows)}, of {len(rows)} types",
+        *([f"- mesh.pp = 4, of the types that are right: {tiny.counted(list(others.values()))}"] if others else []),
         "- Command: `OMP_NUM_THREADS=1 python benchmarks/pipeline_families.py --out FILE --docs FILE`",
         "",
         "| type | verdict | at pp 4 | refused when | why |",
@@ -125,12 +112,6 @@ def result_page(rows: list[Facts], others: dict[str, Facts], *, degree: int) -> 
         why = row["why"] or other["why"]
         lines.append(f"| {row['type']} | {row['verdict']} | {other['verdict']} | {row['when']} | {tiny.cell(why)} |")
     return "\n".join(lines) + "\n"
-
-
-def _counted(rows: list[Facts]) -> str:
-    counts = Counter(row["verdict"] for row in rows)
-    words = (("right", ""), ("refused", " with a sentence"), ("WRONG", ""), ("not built", " even in one process"))
-    return ", ".join(f"{counts[verdict]} {verdict}{rest}" for verdict, rest in words)
 
 
 def docs_page(rows: list[Facts]) -> str:
@@ -153,24 +134,16 @@ def docs_page(rows: list[Facts]) -> str:
 def main() -> None:
     parser = tiny.page_parser(__doc__)
     parser.add_argument("--pp4-rows", type=Path, help="what --rows kept of a run with --degree 4, for the page")
-    parser.add_argument("--types", nargs="*")
     parser.add_argument("--degree", type=int, default=2)
     given = parser.parse_args()
     preload("weft.core.plan", "families_train")
-    done = tiny.read_rows(given.rows)
-    left = [name for name in given.types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if name not in done]
-    for begin in range(0, len(left), TYPES_A_GROUP):
-        for name, row in judge_types(left[begin : begin + TYPES_A_GROUP], degree=given.degree).items():
-            done[name] = row
-            print(f"{name:26} {row['verdict']:9} {row.get('blocks', '')} {row['why'][:200]}", flush=True)
-            tiny.keep_row(given.rows, row)
-    rows = [done[name] for name in sorted(done)]
-    if given.out:
-        given.out.write_text(result_page(rows, tiny.read_rows(given.pp4_rows), degree=given.degree), encoding="utf-8")
-    if given.docs:
-        given.docs.write_text(docs_page(rows), encoding="utf-8")
-    if any(row["verdict"] == "WRONG" for row in rows):
-        raise SystemExit(1)
+    others = tiny.read_rows(given.pp4_rows)
+    tiny.write_pages(
+        given,
+        lambda names: iter(judge_types(names, degree=given.degree).values()),
+        result_page=lambda rows: result_page(rows, others, degree=given.degree),
+        docs_page=docs_page,
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Tensor parallelism over every causal LM type of the installed transformers: two ranks against one process.
 
     python benchmarks/tensor_families.py --out benchmarks/results/tensor_families-DATE.md
-        --docs docs/reference/tensor-families.md --layout-rows ROWS [--only llama gpt2 ...] [--degree 2] [--unvouched]
+        --docs docs/reference/tensor-families.md --layout-rows ROWS [--types llama gpt2 ...] [--degree 2] [--unvouched]
 
 A tiny model of each type takes three steps under mesh.tp and in one process, in float32. Compared are the losses, the
 gradient norms, every gradient of the first step and an evaluation. A type is `right`, `refused` (weft said why), `not
@@ -282,13 +282,12 @@ def main() -> None:
     parser = tiny.page_parser(__doc__)
     parser.add_argument("--layout-rows", type=Path, help="as --rows, for well-known families beside data parallelism")
     parser.add_argument("--tp4-rows", type=Path, help="what --rows kept of a run with --degree 4, for the page")
-    parser.add_argument("--only", nargs="*")
     parser.add_argument("--degree", type=int, default=2)
     parser.add_argument("--unvouched", action="store_true")
     given = parser.parse_args()
     preload("weft.core.plan", "families_train", "weft.verify.evidence", *_MODELS)
     done = tiny.read_rows(given.rows)
-    for model_type in given.only or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+    for model_type in given.types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         if model_type not in done:
             row = done[model_type] = judge(model_type, degree=given.degree, unvouched=given.unvouched)
             print(f"{model_type:26} {row['verdict']:9} {row.get('share', 0):4.0%} {row['why'][:200]}", flush=True)

@@ -1,6 +1,6 @@
 """What every comparison over model types shares: tiny models of each type, their batches, bounds, and rows of results.
 
-It runs nothing by itself. `tensor_families.py` and `pipeline_families.py` say what is compared with what.
+It runs nothing by itself: `tensor_families.py`, `pipeline_families.py` and `context_families.py` say what is compared.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from families_train import EXTRA, shrunk
 from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from type_groups import TYPES_A_GROUP
 
 from weft.core.errors import WeftError
 from weft.core.plan import Plan
@@ -66,7 +69,7 @@ def config_of(
     config_class = CONFIG_MAPPING[model_type]
     overrides = shrunk(config_class, num_layers=num_layers) | extra
     if fields_where_known:
-        overrides = _with_known(overrides, config_class().to_dict(), fields_where_known)
+        overrides = _with_known(overrides, _defaults(config_class), fields_where_known)
     is_latent = "qk_rope_head_dim" in overrides  # keys and values have the queries' heads
     grouped = {key: 2 for key in ("num_key_value_heads", "num_kv_heads") if key in overrides and not is_latent}
     for fields in ({**overrides, **grouped}, overrides):
@@ -81,6 +84,14 @@ def config_of(
             if fields is overrides:
                 raise
     raise AssertionError
+
+
+def _defaults(config_class: Any) -> Facts:
+    """The fields of a config; {} without a default, which `build_config` then says in a sentence."""
+    try:
+        return dict(config_class().to_dict())
+    except Exception:  # transformers' and hub's own kinds
+        return {}
 
 
 def _with_known(overrides: Facts, defaults: Facts, fields: Facts) -> Facts:
@@ -125,6 +136,23 @@ def batches() -> list[dict[str, torch.Tensor]]:
     return made
 
 
+def course_of(engine: Engine, batches: list[dict[str, torch.Tensor]], gradients_of: Callable[..., Facts]) -> Facts:
+    """Losses, norms and an evaluation; of the first step, what `gradients_of` makes of the gradients."""
+    gradients: Facts = {}
+
+    def keep(found: dict[str, torch.Tensor]) -> None:
+        if not gradients:
+            gradients.update({name: value.clone().numpy() for name, value in gradients_of(found).items()})
+
+    engine.on_gradients = keep
+    records = [engine.step(batch) for batch in batches]
+    return {
+        "losses": [record.loss for record in records] + [engine.evaluate(batches[0]).loss],
+        "norms": [record.grad_norm for record in records],
+        "gradients": gradients,
+    }
+
+
 def difference(truth: Facts, found: Facts) -> str:
     """The first wrong thing, or nothing."""
     for key, bound in (("losses", LOSS_BOUND), ("norms", NORM_BOUND)):
@@ -162,7 +190,38 @@ def page_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--rows", type=Path, help="a JSON line for each type as it is done; types in it are not repeated"
     )
+    parser.add_argument("--types", nargs="*")
     return parser
+
+
+def counted(rows: list[Facts]) -> str:
+    counts = Counter(row["verdict"] for row in rows)
+    words = (("right", ""), ("refused", " with a sentence"), ("WRONG", ""), ("not built", " even in one process"))
+    return ", ".join(f"{counts[verdict]} {verdict}{rest}" for verdict, rest in words)
+
+
+def write_pages(
+    given: argparse.Namespace,
+    judged: Callable[[list[str]], Iterator[Facts]],
+    *,
+    result_page: Callable[[list[Facts]], str],
+    docs_page: Callable[[list[Facts]], str],
+) -> None:
+    """Judge every type that has no row yet, group by group; then both pages. A type that is WRONG fails the script."""
+    done = read_rows(given.rows)
+    left = [name for name in given.types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if name not in done]
+    for begin in range(0, len(left), TYPES_A_GROUP):
+        for row in judged(left[begin : begin + TYPES_A_GROUP]):
+            done[row["type"]] = row
+            keep_row(given.rows, row)
+            print(f"{row['type']:26} {row['verdict']:9} {row.get('blocks', '')} {row['why'][:200]}", flush=True)
+    rows = [done[name] for name in sorted(done)]
+    if given.out:
+        given.out.write_text(result_page(rows), encoding="utf-8")
+    if given.docs:
+        given.docs.write_text(docs_page(rows), encoding="utf-8")
+    if any(row["verdict"] == "WRONG" for row in rows):
+        raise SystemExit(1)
 
 
 def refused_and_right(rows: list[Facts], *, title: str) -> list[str]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.core import axes
+from weft.core.errors import ModelError
 from weft.core.plan import ContextParallel
 from weft.core.sequence_split import padded_length
 from weft.engine.axis import AxisContext
@@ -74,4 +75,11 @@ class CPContext(AxisContext):
         if self._rows is None:
             raise RuntimeError("a mask was asked for outside of a forward")
         has_all, is_fused = self.policy.attention == "ulysses", self.inner == "sdpa"
-        return mask_of(inner, self._rows, self.group, has_all_queries=has_all, is_fused=is_fused)(**kwargs)
+        try:
+            return mask_of(inner, self._rows, self.group, has_all_queries=has_all, is_fused=is_fused)(**kwargs)
+        except IndexError as error:
+            raise ModelError(
+                "context parallelism does not work here: a mask function of the model reads a tensor of one rank's"
+                f" positions ({error})",
+                hint="use mesh.cp = 1",
+            ) from error
