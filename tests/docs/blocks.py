@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 GUIDES = (
     "data",
     "fine-tune",
+    "while-training",
     "lora",
     "preference",
     "models",
