@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from weft.core.errors import NotBuiltError
 from weft.core.masters import has_wide_masters
 from weft.core.plan import BUCKET_BYTES, Plan
-from weft.core.precision import not_executed
 
 
 def require_executable(plan: Plan) -> None:
@@ -57,7 +56,8 @@ def not_executed_reasons(plan: Plan) -> Iterator[tuple[str, str]]:
         *_not_secondary(plan),
         *_not_offloaded(plan),
     ]
-    refused += [(True, f"precision.{name} = {getattr(policy, name)!r}") for name in not_executed(policy)]
+    said = f"precision.residual = {policy.residual!r} beside weights in {policy.weights}"
+    refused += [(policy.has_wide_residual and has, f"{said} with {what}") for has, what in _not_wide_residual(plan)]
     refused += [(has, f"precision.{name} = 'bfloat16' with {what}") for has, name, what in _not_low(plan)]
     own = policy.has_own_gradients
     said = f"precision.gradients = {policy.gradients!r} beside master weights in {policy.master_weights}"
@@ -280,6 +280,7 @@ def _not_compiled(plan: Plan) -> list[tuple[bool, str]]:
         _split_backward(plan),
         (_is_threaded(plan), "dataparallel"),
         (plan.activations.is_selective, "selective recompute"),
+        (plan.precision.policy().has_wide_residual, "a residual stream in float32 (precision.residual)"),
     ]
 
 
@@ -299,6 +300,22 @@ def _not_float8(plan: Plan) -> list[tuple[bool, str]]:
         (plan.mesh.tp > 1 and mode != "1d", f"tensor_parallel.mode = {mode!r}"),
         (_is_threaded(plan), "dataparallel"),
         (plan.precision.policy().weights != "bfloat16", "weights other than bfloat16 (precision.preset = 'bf16')"),
+    ]
+
+
+def _not_wide_residual(plan: Plan) -> list[tuple[bool, str]]:
+    """Features that a float32 residual stream beside 16 bits does not support yet."""
+    mesh, activations = plan.mesh, plan.activations
+    is_away = activations.offload != "none" or activations.offload_blocks != 0
+    return [
+        (mesh.tp > 1, "tensor parallelism (mesh.tp > 1)"),
+        (mesh.pp > 1, "a pipeline (mesh.pp > 1)"),
+        (mesh.cp > 1, "context parallelism (mesh.cp > 1)"),
+        (mesh.ep > 1, "expert parallelism (mesh.ep > 1)"),
+        (is_away, "activations that leave the device (activations.offload)"),
+        (plan.float8.linears != "none" or plan.float8.experts != "none", "float8 products"),
+        (plan.precision.policy().loss_scaling, "a loss scale (precision fp16)"),
+        (_is_threaded(plan), "dataparallel"),
     ]
 
 

@@ -82,6 +82,11 @@ class PrecisionPolicy(BaseModel):
         return self.is_low and self.logits == "float32"
 
     @property
+    def has_wide_residual(self) -> bool:
+        """Whether blocks add to a float32 stream what they compute in 16 bits."""
+        return self.residual != self.weights
+
+    @property
     def has_low_moments(self) -> bool:
         return "bfloat16" in (self.first_moment, self.second_moment)
 
@@ -189,11 +194,3 @@ def _tied(policy: PrecisionPolicy) -> Iterator[tuple[str, tuple[Format, ...], st
     yield "residual", (weights, "float32"), "blocks add to it what they compute"
     for name in ("master_weights", "first_moment", "second_moment", "gradients"):
         yield name, low, "bfloat16 there needs weights in bfloat16"
-
-
-def not_executed(policy: PrecisionPolicy) -> list[str]:
-    """Possible components that this version's engine does not support."""
-    refused = {
-        "residual": policy.residual != policy.weights,
-    }
-    return [name for name, is_refused in refused.items() if is_refused]

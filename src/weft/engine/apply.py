@@ -46,7 +46,7 @@ from weft.engine.kernels.compiled import apply_compile
 from weft.engine.kernels.float8 import apply_float8
 from weft.engine.kernels.float8_accuracy import Float8Layers
 from weft.engine.kernels.head_loss import HeadLoss, fuse_loss
-from weft.engine.kernels.wide import widen_head
+from weft.engine.kernels.wide_residual import widen
 from weft.engine.mesh import Topology
 from weft.engine.offload.weights import free_at_rest
 from weft.engine.pp.apply import build_pipeline, keep_own_stages, split_pipeline
@@ -109,7 +109,7 @@ def apply_plan(
     tp, ep = apply_tensor_and_expert(model, plan, topology, layout=layout, keep_logits_full=reads_full_logits)
     cp = apply_context_parallel(model, plan, topology, layout=layout, has_own_objective=has_own_objective)
     routers.wrap()
-    widen_head(model, precision)
+    widen(model, layout, precision)
     batch_norms = apply_batch_norms(model, plan, topology)
     own = layout
     if split_plan is not None:

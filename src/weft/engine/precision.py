@@ -92,14 +92,17 @@ def apply_compute_dtype(model: nn.Module, layout: ModelLayout, policy: Precision
     if policy.is_low:
         for unit in layout.units:
             module = model if unit == ROOT else model.get_submodule(unit)
-            wrap_forward(module, _CastUnit(model, layout, unit, torch_dtype(policy.weights)))
+            wrap_forward(module, _CastUnit(model, layout, unit, torch_dtype(policy.weights), policy.has_wide_residual))
 
 
 class _CastUnit:
     """Replaces the parameters of one unit by casts during its forward, and restores them after it."""
 
-    def __init__(self, model: nn.Module, layout: ModelLayout, unit: str, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(
+        self, model: nn.Module, layout: ModelLayout, unit: str, dtype: torch.dtype, keeps_inputs: bool = False
+    ) -> None:
+        """`keeps_inputs`: a layer of the unit's own casts them (`kernels/wide_residual.py`)."""
+        self.dtype, self.keeps_inputs = dtype, keeps_inputs
         self.known: dict[int, tuple[ReferenceType[nn.Parameter], int, ReferenceType[torch.Tensor]]] = {}
         self.places = [
             (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
@@ -114,7 +117,9 @@ class _CastUnit:
         try:
             for (owner, key), master in zip(self.places, masters, strict=True):
                 owner._parameters[key] = casts[id(master)]  # type: ignore[assignment]
-            return forward(*_cast_floats(args, self.dtype), **_cast_floats(kwargs, self.dtype))
+            if self.keeps_inputs:
+                return forward(*args, **kwargs)
+            return forward(*cast_floats(args, self.dtype), **cast_floats(kwargs, self.dtype))
         finally:
             for (owner, key), master in zip(self.places, masters, strict=True):
                 owner._parameters[key] = master
@@ -164,13 +169,14 @@ class _OfLeaf(torch.autograd.Function):
         return gradients[0], None
 
 
-def _cast_floats(value: Any, dtype: torch.dtype) -> Any:
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors within a value, in this dtype."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):
-        return {key: _cast_floats(item, dtype) for key, item in value.items()}
+        return {key: cast_floats(item, dtype) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_cast_floats(item, dtype) for item in value)
+        return type(value)(cast_floats(item, dtype) for item in value)
     return value
 
 

@@ -96,6 +96,7 @@ class ByteSizes:
     gather: float | None  # weights that travel as codes, on their way
     coding: int  # codes of gradients on their way out and in, and temporaries of encoding them
     activation: int
+    residual: int  # the stream between blocks
     optimizer: float  # all optimizer states, per parameter
     update: int  # temporaries of the update, per parameter
     is_mixed: bool
@@ -117,6 +118,7 @@ def byte_sizes(request: Request) -> ByteSizes:
         gather=wire_bytes(policy.gather) if policy.gather in CODED else None,
         coding=_CODING.get(policy.reduce, 0),
         activation=of[policy.activations],
+        residual=of[policy.residual],
         optimizer=optimizer_bytes(request.workload, first=of[policy.first_moment], second=of[policy.second_moment]),
         update=update_bytes(
             request.workload, state_bytes=of[policy.second_moment], master_bytes=of[policy.master_weights]

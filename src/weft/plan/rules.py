@@ -84,6 +84,11 @@ def _float8_beside_bfloat16(request: Request, columns: Columns) -> Bools:
     return (columns.float8_linears > 0) & (request.precision.weights != "bfloat16")
 
 
+def _wide_residual_in_replicas(request: Request, columns: Columns) -> Bools:
+    is_split = (columns.tp > 1) | (columns.pp > 1) | (columns.cp > 1) | (columns.ep > 1)
+    return np.asarray(is_split & request.precision.has_wide_residual)
+
+
 _FIRST: tuple[Rule, ...] = (
     Rule(
         "ranks",
@@ -117,6 +122,11 @@ _LAST: tuple[Rule, ...] = (
         "float8 matmuls need bfloat16 weights",
         _float8_beside_bfloat16,
         lambda request, columns: "set precision.preset = 'bf16', or float8.linears = 'none'",
+    ),
+    Rule(
+        "residual",
+        "precision.residual = 'float32' beside 16 bits is executed with data parallelism alone",
+        _wide_residual_in_replicas,
     ),
     Rule("host", "offload needs a host with memory", _offload_makes_sense),
     Rule(

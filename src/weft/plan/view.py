@@ -38,7 +38,7 @@ class View:
     def stream_bytes(self) -> Floats:
         """Bytes of the residual stream of one micro-batch."""
         ranks = np.where(self.columns.sequence_parallel > 0, self.columns.tp, 1)
-        return np.asarray(self.tokens * self.sizes.activation * self.shape.hidden_size / ranks, dtype=np.float64)
+        return np.asarray(self.tokens * self.sizes.residual * self.shape.hidden_size / ranks, dtype=np.float64)
 
     @cached_property
     def block_bytes(self) -> Floats:

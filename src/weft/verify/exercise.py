@@ -211,6 +211,7 @@ def plan_precision(plan: Plan, train: TrainSpec) -> ReferencePrecision:
         divides_last=plan.kernels.loss == "fused",
         has_wide_router=policy.has_wide_router,
         has_wide_logits=policy.has_wide_logits,
+        has_wide_residual=policy.has_wide_residual,
         rounds_moments=frozenset(
             state
             for state, dtype in ((FIRST, policy.first_moment), (SECOND, policy.second_moment))

@@ -43,6 +43,7 @@ from weft.verify.plain_experts import PlainExperts
 from weft.verify.plain_optimizers import PlainAverage, plain_optimizer, set_rate
 from weft.verify.rank_sums import RankSums
 from weft.verify.router_reference import RouterReference, compute_in_float32
+from weft.verify.wide_residual import keep_residual_wide
 
 Tensors = dict[str, torch.Tensor]
 Batch = Mapping[str, torch.Tensor]
@@ -67,6 +68,7 @@ class ReferencePrecision:
     rounds_moments: frozenset[str] = frozenset()  # states that are rounded to bfloat16 after every update
     has_wide_router: bool = False  # routers of experts compute in float32
     has_wide_logits: bool = False  # so does the head
+    has_wide_residual: bool = False  # blocks add to a float32 stream
     rounds_weights: bool = False  # the same for weights: no `master` copy outlives an update
     rounds_gradients: bool = False  # to bfloat16, as the optimizer reads them
     reduce: str = "float32"  # gradients of a rank on their way, rounded in blocks of each parameter
@@ -400,7 +402,9 @@ def _cast(model: nn.Module, precision: ReferencePrecision) -> nn.Module:
     def cast(value: torch.Tensor) -> torch.Tensor:
         return value.to(precision.compute) if value.is_floating_point() else value
 
-    for name in describe(model).blocks:
+    if precision.has_wide_residual:
+        keep_residual_wide(model, precision.compute)
+    for name in () if precision.has_wide_residual else describe(model).blocks:
         model.get_submodule(name).register_forward_pre_hook(cast_inputs, with_kwargs=True)
     if precision.has_wide_router:
         compute_in_float32(model)

@@ -110,6 +110,19 @@ def test_gradients_and_weights_that_travel_as_codes(zero: int, formats: dict[str
     assert guessed == pytest.approx(wire, rel=1e-5)  # the last block of a message is not full
 
 
+WIDE_STREAM = {"preset": "bf16", "residual": "float32"}
+STREAMS = [(0, 1, "none"), (3, 1, "none"), (2, 2, "full"), (0, 1, "selective")]
+
+
+@pytest.mark.parametrize(("zero", "microbatches", "policy"), by_default(STREAMS[1:2], STREAMS))
+def test_the_planner_knows_a_stream_in_float32(zero: int, microbatches: int, policy: str) -> None:
+    run, tables = run_of(LLAMA), {"precision": WIDE_STREAM, "activations": {"policy": policy}}
+    plan = plan_of(zero, 8, microbatches=microbatches, **tables)
+    found, predicted = dry_run(run, plan, on_gpu=False), estimate_plan(run, plan, "8xCPU")
+    assert predicted.memory_bytes == pytest.approx(found.peak_bytes, rel=0.005)
+    assert predicted.memory_terms["activations"] == pytest.approx(found.terms["activations"], rel=0.02)
+
+
 FED_BACK = [({"dp_replicate": 4}, 0), ({"dp_shard": 4}, 3), ({"dp_shard": 2, "dp_replicate": 2}, 2)]
 
 

@@ -119,7 +119,20 @@ def test_an_expert_degree_that_does_not_divide_names_the_axes(tensor: str, axes:
         {"kernels": {"loss": "fused"}, "mesh": {"tp": 4}, "tensor_parallel": {"mode": "2d"}},
         {"kernels": {"loss": "fused"}, "data_parallel": {"strategy": "dataparallel"}},
         {"float8": {"linears": "auto"}, "precision": {"preset": "fp16"}},
-        {"precision": {"preset": "bf16", "residual": "float32"}},
+        *(
+            {"precision": {"preset": "bf16", "residual": "float32"}, **beside}
+            for beside in (
+                {"mesh": {"tp": 2}},
+                {"mesh": {"pp": 2}},
+                {"mesh": {"cp": 2}},
+                {"mesh": {"dp_shard": 2, "ep": 2}, "data_parallel": {"zero": 3}},
+                {"float8": {"linears": "all"}},
+                {"compile": {"enabled": True}},
+                {"activations": {"policy": "full", "offload": "cpu"}},
+                {"data_parallel": {"strategy": "dataparallel"}},
+                {"precision": {"preset": "fp16", "residual": "float32"}},
+            )
+        ),
         {"precision": {"preset": "bf16", "logits": "float32"}, "kernels": {"loss": "fused"}},
         {"precision": {"preset": "bf16", "gradients": "bfloat16"}, "offload": {"optimizer": "cpu"}},
         {"precision": {"reduce": "int8"}, "mesh": {"dp_replicate": 2}, "data_parallel": {"all_reduce": "ring"}},

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from plan_cases import columns_with, legal_plans, request_of, requests, tiny_llama, tiny_mixtral
 
 from weft.core.plan_checks import check_consistent
+from weft.core.precision import resolve
 from weft.plan.columns import SCHEDULES, plan_at
 from weft.plan.request import Request
 from weft.plan.rules import RULES, check_plan, legal_rows, nearest_legal
@@ -27,11 +28,13 @@ CROOKED = replace(LLAMA, shape=replace(LLAMA.shape, has_straight_stream=False))
 DROPPED = replace(LLAMA, shape=replace(LLAMA.shape, kinds=(replace(LLAMA.shape.kinds[0], dropout=0.1),)))
 NO_HOST = replace(LLAMA, cluster=replace(LLAMA.cluster, host_memory_bytes=0))
 NO_DISK = replace(LLAMA, cluster=replace(LLAMA.cluster, nvme_bytes_per_s=0.0))
+WIDE = replace(LLAMA, precision=resolve("bf16", {"residual": "float32"}))
 
 BROKEN: list[tuple[str, Request, dict[str, Any]]] = [
     ("ranks", LLAMA, {"dp_replicate": 4}),
     ("secondary_shard", LLAMA, {"dp_shard": 8, "zero": 2, "secondary_shard": 2}),
     ("secondary_shard", LLAMA, {"dp_shard": 8, "zero": 3, "secondary_shard": 8}),
+    ("residual", WIDE, {"dp_replicate": 4, "tp": 2}),
     ("error_feedback", LLAMA, {"dp_replicate": 4, "pp": 2, "microbatches": 2, "error_feedback": True}),
     ("secondary_layout", LLAMA, {"dp_shard": 4, "zero": 3, "pp": 2, "microbatches": 2, "secondary_shard": 2}),
     ("batch", LLAMA, {"dp_replicate": 8, "microbatches": 3}),

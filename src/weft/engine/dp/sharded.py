@@ -80,7 +80,11 @@ def shard_units(
     mixed = MixedPrecisionPolicy()
     if precision.is_low:
         # gradients accumulate in it; `coded.py` rounds what travels
-        mixed = MixedPrecisionPolicy(param_dtype=torch_dtype(precision.weights), reduce_dtype=torch.float32)
+        mixed = MixedPrecisionPolicy(
+            param_dtype=torch_dtype(precision.weights),
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=not precision.has_wide_residual,  # blocks cast all but their stream themselves
+        )
     # the inputs of experts have been cast with those of their block: weights of a float32 router stay float32
     inside = replace(mixed, cast_forward_inputs=False)
     reshard = not STAGES[stage].keep_gathered

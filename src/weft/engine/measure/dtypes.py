@@ -128,6 +128,8 @@ class DtypeWatch:
                 self._add(component, name)
 
     def _look_inside(self, stack: ExitStack, operators: OperatorDtypes) -> None:
+        for child in self._probe.children() if self._policy.has_wide_residual else ():
+            stack.callback(child.register_forward_hook(self._see_part).remove)
         for router, place in self._routers:
             stack.callback(router.register_forward_hook(functools.partial(self._see_router, place)).remove)
         if self._head is not None:
@@ -183,10 +185,16 @@ class DtypeWatch:
         inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
         first = output[0] if isinstance(output, tuple) else output
         if isinstance(first, torch.Tensor):
-            self._add("activations", first.dtype)
+            if not self._policy.has_wide_residual:  # else those of what is added to it
+                self._add("activations", first.dtype)
             self._add("residual", first.dtype)
         if inputs and inputs[0].is_floating_point():
             self._add("residual", inputs[0].dtype)
+
+    def _see_part(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, torch.Tensor):
+            self._add("activations", first.dtype)
 
     def _see_router(self, place: int | None, _module: nn.Module, _args: Any, output: Any) -> None:
         self._add("router", (output if place is None else output[place]).dtype)

@@ -16,6 +16,8 @@ Sums by sharding over tp (`SavedBytes`): `stream` only with sequence parallel, `
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from weft.core.model_shape import AttentionShape, BlockShape, SavedBytes
@@ -105,6 +107,22 @@ def saved_by_compiled(block: BlockShape, *, compute_bytes: int, writes_scores: b
 def saved_by_full(*, compute_bytes: int, hidden_size: int) -> SavedBytes:
     """Saved activations under full recompute: the block's input."""
     return SavedBytes(stream=float(compute_bytes * hidden_size))
+
+
+@dataclass(frozen=True)
+class WideStream:
+    """What a residual stream in float32 adds: to the numbers that norms save, and to the block's input."""
+
+    norms: SavedBytes
+    input: SavedBytes
+
+
+def wide_stream(block: BlockShape, *, more_bytes: int, hidden_size: int) -> WideStream:
+    """`more_bytes`: of an element of the stream than of other activations. A norm saves what it scales in float32; of
+    four norms of the stream's size two read the outputs of attention and MLP."""
+    reads = min(2, sum(norm.place == "residual" for norm in block.norms))
+    size = float(more_bytes * hidden_size)
+    return WideStream(norms=SavedBytes(stream=reads * size), input=SavedBytes(stream=size))
 
 
 def bytes_of(saved: SavedBytes, block: BlockShape, columns: Columns, *, tokens: Floats, keys: Floats) -> Floats:

@@ -95,7 +95,8 @@ def _parts(view: View) -> TermParts:
     sharded_bytes = numbers * 2 * view.sizes.activation + chunk_bytes * np.minimum(numbers, LOSS_CHUNK_ELEMENTS)
     logits = np.where(is_sharded, sharded_bytes, numbers * LOSS_BYTES)
     # input and output of the final norm are held until the head's backward
-    final = np.where(stage.holds_head, view.tokens * shape.hidden_size * (4 + 2 * view.sizes.activation), 0.0)
+    final_bytes = 4 + view.sizes.residual + view.sizes.activation
+    final = np.where(stage.holds_head, view.tokens * shape.hidden_size * final_bytes, 0.0)
     if shape.caps_logits:  # the tanh is saved too
         logits = logits + numbers * view.sizes.activation
     is_fused = (view.columns.fused_loss > 0) & stage.holds_head

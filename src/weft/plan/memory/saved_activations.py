@@ -29,6 +29,7 @@ from weft.plan.memory.block_activations import (
     saved_by_default,
     saved_by_full,
     saved_by_selective,
+    wide_stream,
 )
 from weft.plan.memory.recompute import Recomputed
 from weft.plan.view import View, is_compiled
@@ -125,7 +126,9 @@ def saved_blocks(view: View) -> SavedBlocks:
             saved_by(block, compute_bytes=c, writes_scores=writes_scores, hidden_size=shape.hidden_size)
             for saved_by in (saved_by_default, saved_by_selective, saved_by_compiled)
         )
-        inputs = saved_by_full(compute_bytes=c, hidden_size=shape.hidden_size)
+        wide = wide_stream(block, more_bytes=view.sizes.residual - c, hidden_size=shape.hidden_size)
+        default, selected = default + wide.norms, selected + wide.input
+        inputs = saved_by_full(compute_bytes=view.sizes.residual, hidden_size=shape.hidden_size)
         default_bytes, selected_bytes, compiled_bytes, input_bytes = (
             bytes_of(saved, block, columns, tokens=tokens, keys=keys) for saved in (default, selected, compiled, inputs)
         )

@@ -222,7 +222,7 @@ def _at_block_end(parts: TermParts, *, done: Floats) -> Terms:
     view = parts.view
     begun = _in_backward(parts, done=done)
     # gradients of input and output, and two of the norm in float32
-    stream = view.stream_bytes * (2 + 8 / view.sizes.activation)
+    stream = view.stream_bytes * (2 + 8 / view.sizes.residual)
     waits = view.columns.zero > 0
     own = np.where(waits, view.trained.largest_block * view.sizes.compute + head_gradient(view), 0.0)
     return {
