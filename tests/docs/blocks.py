@@ -28,6 +28,7 @@ GUIDES = (
     "while-training",
     "lora",
     "preference",
+    "distillation",
     "models",
     "layouts",
     "tensor-parallel",

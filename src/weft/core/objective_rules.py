@@ -17,17 +17,19 @@ def check_objective(plan: Plan, run: RunSpec) -> Iterator[tuple[str, str]]:
     objective, has_pairs = run.objective, run.data.format == "preference"
     if has_pairs and not objective.is_of_pairs:
         yield (
-            "data.format = 'preference' gives pairs, and objective.kind = 'next_token' does not train on pairs",
+            f"data.format = 'preference' gives pairs, and objective.kind = {objective.kind!r} does not train on pairs",
             "set objective.kind = 'dpo' or 'orpo', or data.format = 'chat' to train on the chosen answers",
         )
-    if not objective.is_of_pairs:
+    if not objective.reads_logits:
         return
-    if not has_pairs:
+    if objective.is_of_pairs and not has_pairs:
         yield (
             f"objective.kind = {objective.kind!r} needs pairs, and data.format is {run.data.format!r}",
             "set data.format = 'preference', or leave [objective] out",
         )
-    for is_refused, what, hint in (*_not_of_layout(plan), *_not_of_reference(plan, run)):
+    tp = plan.mesh.tp
+    has_teacher = (objective.kind == "distillation" and tp > 1, f"mesh.tp = {tp}", "set mesh.tp = 1")
+    for is_refused, what, hint in (*_not_of_layout(plan), *_not_of_reference(plan, run), has_teacher):
         if is_refused:
             yield f"this version of weft does not execute objective.kind = {objective.kind!r} with {what}", hint
 
@@ -38,6 +40,15 @@ def require_next_token(run: RunSpec, verb: str) -> None:
         raise NotBuiltError(
             f"{verb} does not know objective.kind = {run.objective.kind!r} yet",
             hint="--set objective.kind=next_token with another data.format does the same layout without it",
+        )
+
+
+def require_counted(run: RunSpec, verb: str) -> None:
+    """Refuse a verb that does not count a teacher's memory and time."""
+    if run.objective.kind == "distillation":
+        raise NotBuiltError(
+            f"{verb} does not count the teacher of objective.kind = 'distillation' yet",
+            hint="--set objective.kind=next_token without objective.teacher counts the student alone",
         )
 
 

@@ -12,16 +12,17 @@ _KEYS_OF = {
     "next_token": (),
     "dpo": ("loss", "beta", "label_smoothing", "reference", "per_token"),
     "orpo": ("beta",),
+    "distillation": ("teacher", "temperature", "alpha"),
 }
 
 
 class ObjectiveSpec(Section):
     """The loss: of the next token, or of pairs of a chosen and a rejected answer. A loss of pairs is their mean."""
 
-    kind: Literal["next_token", "dpo", "orpo"] = Field(
+    kind: Literal["next_token", "dpo", "orpo", "distillation"] = Field(
         default="next_token",
         description="next_token | dpo (direct preference optimisation) | orpo (odds ratio of the answers, without a "
-        "reference); both with data.format = 'preference'",
+        "reference), both with data.format = 'preference' | distillation (the probabilities of a teacher)",
     )
     loss: Literal["sigmoid", "ipo"] = Field(
         default="sigmoid", description="dpo: sigmoid (-log sigmoid(beta x margin)) | ipo ((margin - 1 / (2 beta))^2)"
@@ -45,8 +46,23 @@ class ObjectiveSpec(Section):
         description="dpo: divide log-probabilities of an answer by its tokens; absent: true for ipo, false for sigmoid",
     )
 
+    teacher: str | None = Field(
+        default=None, description="distillation: a Hugging Face folder or hub name with the student's vocabulary"
+    )
+    temperature: float = Field(
+        default=1.0, gt=0, description="distillation: divides the logits of teacher and student before their softmax"
+    )
+    alpha: float = Field(
+        default=0.5, ge=0, le=1, description="distillation: weight of the divergence; the next token has 1 - alpha"
+    )
+
     @property
     def is_of_pairs(self) -> bool:
+        return self.kind in ("dpo", "orpo")
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether the loss is computed of logits, so that none is fused with the head."""
         return self.kind != "next_token"
 
     @property
@@ -69,6 +85,8 @@ class ObjectiveSpec(Section):
                 continue
             kinds = " or ".join(repr(kind) for kind, keys in _KEYS_OF.items() if key in keys)
             raise ValueError(f"{key} needs kind = {kinds}")
+        if self.kind == "distillation" and self.teacher is None:
+            raise ValueError("kind = 'distillation' needs teacher, a Hugging Face folder or hub name")
         if self.label_smoothing and self.loss == "ipo":
             raise ValueError("label_smoothing is for loss = 'sigmoid'")
         return self

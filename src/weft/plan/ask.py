@@ -14,6 +14,7 @@ from weft import hardware, zoo
 from weft.core.config import parse, read_toml
 from weft.core.errors import BadValueError, ConfigFileError, MeshError, ModelError, PlanError
 from weft.core.model_shape import ModelShape
+from weft.core.objective_rules import require_counted
 from weft.core.optimizers import NAMES, OPTIMIZERS, OptimizerKind
 from weft.core.plan import Plan
 from weft.core.plan_checks import DATAPARALLEL_SPREADS, check_consistent
@@ -64,6 +65,8 @@ def ask(
 ) -> Question:
     """The request for this input. Missing values come from run.toml or from usual values, which are reported."""
     shape, run = resolve_model(model)
+    if run is not None:
+        require_counted(run, "weft plan")
     cluster = hardware.cluster(devices, calibration=calibration)
     assumed = []
     if sequence_length is None and run is None:

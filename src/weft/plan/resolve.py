@@ -46,7 +46,7 @@ def resolve(
     it the mixture stays open. `machine` names them for choices that need no memory: the place of an offloaded update;
     default: `devices`, and without both the kind of device decides.
     """
-    tables = with_whole_loss(tables) if run.objective.is_of_pairs else tables
+    tables = with_whole_loss(tables) if run.objective.reads_logits else tables
     plan = with_choices(with_mesh(tables, num_ranks=num_ranks), on_gpu=on_gpu, source=source)
     if num_ranks is not None and plan.num_ranks != num_ranks and plan.data_parallel.elastic:
         plan = with_data_parallel_ranks(plan, run, num_ranks)

@@ -20,6 +20,7 @@ from weft.core.vocabulary import padded
 from weft.data import Corpus, Loader, find_tokenizer, open_corpus, open_tokenizer
 from weft.data.rows import RowLayout
 from weft.data.streaming import StreamingLoader
+from weft.engine.distillation import Distillation
 from weft.engine.engine import Engine
 from weft.engine.objective import Objective
 from weft.engine.optim.optimizers import OptimizerPolicy
@@ -41,6 +42,7 @@ from weft.train.loggers.tokenising import TokenisingDisplay
 from weft.train.out_of_memory import OutOfMemoryScene
 from weft.train.parts import OwnRows, TrainParts
 from weft.train.ranks.process import Process, phase
+from weft.train.teacher import open_teacher
 from weft.zoo.hub import model_folder, reads_weights
 
 
@@ -95,7 +97,7 @@ def build_workbench(
             skeleton,
             plan,
             optimizer=parts.optimizer or OptimizerPolicy.of(run.train),
-            objective=_objective(run, parts),
+            objective=_objective(run, parts, plan, config, device=device),
             seed=run.train.seed,
             clip_norm=run.train.clip_norm,
             frozen=run.train.frozen,
@@ -127,13 +129,15 @@ def build_workbench(
     )
 
 
-def _objective(run: RunSpec, parts: TrainParts) -> Objective | None:
+def _objective(run: RunSpec, parts: TrainParts, plan: Plan, config: Any, *, device: torch.device) -> Objective | None:
     """The caller's objective, or that of [objective]; None for the loss of the next token."""
     if parts.objective is not None and run.objective.kind != "next_token":
         raise BadValueError(
             f"weft.train(objective=) is given beside objective.kind = {run.objective.kind!r}",
             hint="leave one of them out",
         )
+    if run.objective.kind == "distillation":
+        return Distillation(run.objective, open_teacher(run, plan, config, device=device))
     return parts.objective or objective_of(run.objective)
 
 

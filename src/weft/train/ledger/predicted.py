@@ -92,6 +92,8 @@ def _unknown_to_planner(run: RunSpec) -> tuple[str, ...]:
     found = []
     if run.train.frozen:
         found.append("the planner counts frozen parameters as trained ones")
+    if run.objective.teacher is not None:
+        found.append("the planner does not count the teacher of a distillation")
     if run.data.isolates:
         found.append("the planner does not count the attention masks of isolated documents")
     return tuple(found)

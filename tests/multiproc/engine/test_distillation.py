@@ -1,0 +1,41 @@
+"""Distillation has the curve of one process under data parallelism: every rank asks the teacher about its own rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from gloo_ranks import run_ranks
+from tiny import build_engine, train_steps
+from tolerances import SAME_CURVE_LOSS_ABS, SAME_CURVE_NORM_REL
+
+from weft.core.objective_spec import ObjectiveSpec
+from weft.engine.distillation import Distillation
+
+STEPS = 4
+SPEC = ObjectiveSpec(kind="distillation", teacher="x", temperature=2.0)
+PLANS: dict[str, dict[str, Any]] = {
+    "DDP": {"mesh": {"dp_replicate": 2}, "pipeline": {"microbatches": 2}},
+    "ZeRO-1": {"mesh": {"dp_shard": 2}, "data_parallel": {"zero": 1}},
+    "ZeRO-3": {"mesh": {"dp_shard": 2}, "data_parallel": {"zero": 3}, "activations": {"policy": "full"}},
+}
+
+
+def curves(_rank: int, _world: int, names: list[str]) -> dict[str, list[tuple[float, float]]]:
+    teacher = build_engine("qwen3-tied", {}, seed=7).model.eval() if names == ["one"] else None
+    found = {}
+    for name in names:
+        made = teacher or build_engine("qwen3-tied", PLANS["DDP"], seed=7).model.eval()
+        engine = build_engine("qwen3-tied", PLANS.get(name, {}), objective=Distillation(SPEC, made))
+        found[name] = train_steps(engine, STEPS)
+    dist.barrier()
+    return found
+
+
+def test_distillation_has_the_curve_of_one_process() -> None:
+    expected = run_ranks(curves, 1, ["one"])[0]["one"]
+    for name, found in run_ranks(curves, 2, list(PLANS), timeout_s=120.0)[0].items():
+        for one, other in zip(expected, found, strict=True):
+            assert abs(one[0] - other[0]) <= SAME_CURVE_LOSS_ABS, name
+            assert abs(one[1] - other[1]) <= SAME_CURVE_NORM_REL * one[1], name
+    assert len({loss for loss, _ in expected}) == STEPS
