@@ -35,7 +35,12 @@ def spans_of(padded: int, *, degree: int, rank: int, split: SequenceSplit) -> tu
 def attention_pairs(spans: tuple[range, ...], *, length: int, window: int | None = None) -> int:
     """Pairs of a query in `spans` and a key that causal attention multiplies, over positions below `length`."""
     reach = window or length
-    return sum(min(query + 1, reach) for span in spans for query in span if query < length)
+
+    def below(queries: int) -> int:
+        few = min(queries, reach)
+        return few * (few + 1) // 2 + (queries - few) * reach
+
+    return sum(below(min(span.stop, length)) - below(min(span.start, length)) for span in spans)
 
 
 def pairs_by_rank(length: int, *, degree: int, split: SequenceSplit, window: int | None = None) -> list[int]:

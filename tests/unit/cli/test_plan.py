@@ -161,6 +161,27 @@ def test_explanations_are_printed(what: str) -> None:
     assert words[what] in found.out
 
 
+def test_attention_work_of_ranks_is_explained_for_both_splits() -> None:
+    asked = (
+        *ASKED,
+        "--set",
+        "mesh.cp=4",
+        "--set",
+        "context_parallel.attention=ring",
+        "--top",
+        "1",
+        "--explain",
+        "time",
+    )
+    work = answer(*asked)["attention_work"]
+    assert max(work["zigzag"]) / min(work["zigzag"]) < 1.02
+    assert work["contiguous"] == pytest.approx([1 / 4, 3 / 4, 5 / 4, 7 / 4], rel=1e-3)
+    found = told(*asked).out
+    assert "zigzag (this plan)" in found
+    assert "1.750" in found
+    assert answer(*ASKED, "--set", "mesh.cp=1", "--top", "1", "--explain", "time")["attention_work"] == {}
+
+
 INFERENCE = {"verb": ("inference",), "older form": ("plan", "--inference")}
 DRAW = {"verb": ("schedule",), "older form": ("plan", "--draw-schedule")}
 

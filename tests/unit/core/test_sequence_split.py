@@ -35,3 +35,9 @@ def test_zigzag_has_equal_causal_work_and_contiguous_has_not(degree: int) -> Non
 def test_padding_and_odd_lengths_stay_within_two_percent() -> None:
     pairs = pairs_by_rank(4091, degree=4, split="zigzag")
     assert max(pairs) / min(pairs) < 1.02
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 100])
+def test_pairs_are_those_of_every_query(window: int | None) -> None:
+    pairs = pairs_by_rank(61, degree=4, split="zigzag", window=window)
+    assert sum(pairs) == sum(min(query + 1, window or 61) for query in range(61))

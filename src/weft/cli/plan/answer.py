@@ -19,6 +19,7 @@ from weft.core.plan import SECTIONS, Plan
 from weft.core.units import format_bytes, format_count, format_seconds
 from weft.plan.arithmetic import explain_memory
 from weft.plan.ask import Question, ask, require_planned
+from weft.plan.cp.work import work_by_split
 from weft.plan.estimate import Estimate, estimate
 from weft.plan.formats import explain_precision, preset_as_dict
 from weft.plan.memory.budget import with_chosen_mixture
@@ -165,6 +166,9 @@ def answer_as_dict(question: Question, answer: Answer, *, explain: str | None = 
     if explain == "memory":
         _, lines = explain_memory(answer.request, best.plan)
         found["arithmetic"] = [{"term": str(line.term), "formula": line.formula, "bytes": line.bytes} for line in lines]
+    if explain == "time":
+        length = answer.request.workload.sequence_length
+        found["attention_work"] = work_by_split(best.plan, answer.request.shape, length)
     if explain == "precision":
         found["precision"] = [asdict(row) for row in explain_precision(answer.request, best.plan)]
         found["preset"] = preset_as_dict(best.plan)

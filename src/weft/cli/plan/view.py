@@ -60,6 +60,7 @@ def show_arithmetic(answer: Answer, what: str) -> None:
             (term, format_seconds(value), f"{value / total:.1%}") for term, value in best.time_terms.items() if value
         ]
         _print_rows(console, ("time", "seconds", "share"), rows)
+        _show_work(console, answer, best)
     else:
         traffic = [
             (r["axis"], r["collective"], r["phase"], f"{r['count']:,}", format_bytes(int(r["bytes"])))
@@ -223,6 +224,23 @@ def _show_memory(console: Console, answer: Answer, best: Estimate) -> None:
     console.print(f"\n[bold]this plan, at its peak: {found.peak_at}[/bold]")
     parts = [(str(line.term), line.formula, format_bytes(line.bytes)) for line in lines]
     _print_rows(console, ("term", "arithmetic", "bytes"), [*parts, ("total", "", format_bytes(found.memory_bytes))])
+
+
+def _show_work(console: Console, answer: Answer, best: Estimate) -> None:
+    """Attention of each context-parallel rank, for both splits."""
+    from weft.plan.cp.work import work_by_split
+
+    work = work_by_split(best.plan, answer.request.shape, answer.request.workload.sequence_length)
+    if not work:
+        return
+    used = best.plan.context_parallel.split
+    console.print("\n[bold]attention pairs of each context-parallel rank, over their mean[/bold]")
+    names = [f"{split}{' (this plan)' if split == used else ''}" for split in work]
+    rows = [
+        (str(rank), *(f"{'█' * round(10 * each)} {each:.3f}" for each in shares))
+        for rank, shares in enumerate(zip(*work.values(), strict=True))
+    ]
+    _print_rows(console, ("rank", *names), rows)
 
 
 def _show_precision(console: Console, answer: Answer, best: Estimate) -> None:

@@ -17,6 +17,7 @@ from weft.report.chart import Chart, byte_unit, readable, stack_figure, stack_le
 from weft.report.fields import number, rows, table
 from weft.report.folder import TrainingFolder
 from weft.report.markup import DASH, NOTHING, Markup, grid, join, shown, table_of, tag, text
+from weft.report.training.attention_work import draw_attention_work
 
 MAX_RANKS = 64
 SOURCES = ("predicted", "dry_run", "measured")
@@ -24,7 +25,7 @@ OUTSIDE = str(MemoryTerm.FRAMEWORK)  # outside the tensor allocator: predicted, 
 
 
 def draw_costs(folder: TrainingFolder) -> list[Chart]:
-    charts = [draw_sources(folder), draw_memory(folder), draw_time(folder)]
+    charts = [draw_sources(folder), draw_memory(folder), draw_time(folder), draw_attention_work(folder)]
     return [chart for chart in charts if chart is not None]
 
 

@@ -1,0 +1,35 @@
+"""Attention work of each context-parallel rank: pairs of a query and a key that causal masks and windows allow.
+
+Whole rows; documents need fewer. Shown for both splits, so that the choice is seen.
+"""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from weft.core.model_shape import ModelShape
+from weft.core.plan import Plan
+from weft.core.sequence_split import SequenceSplit, pairs_by_rank
+
+SPLITS: tuple[SequenceSplit, ...] = get_args(SequenceSplit)
+
+
+def work_by_split(plan: Plan, shape: ModelShape, length: int) -> dict[str, list[float]]:
+    """Each rank's pairs over their mean, of all blocks; {} where every rank has whole rows.
+
+    `ulysses` gives every rank all positions of a share of the heads: its work is equal whatever the split.
+    """
+    degree = plan.mesh.cp
+    if degree == 1 or plan.context_parallel.attention == "ulysses":
+        return {}
+    found = [shape.kinds[kind].attention for kind in shape.order]
+    windows = [attention.window for attention in found if attention is not None]
+    return {split: _over_mean(length, degree, split, windows) for split in SPLITS} if windows else {}
+
+
+def _over_mean(length: int, degree: int, split: SequenceSplit, windows: list[int | None]) -> list[float]:
+    totals = [0] * degree
+    for window in sorted(set(windows), key=str):
+        pairs = pairs_by_rank(length, degree=degree, split=split, window=window)
+        totals = [total + windows.count(window) * each for total, each in zip(totals, pairs, strict=True)]
+    return [total * degree / sum(totals) for total in totals]
