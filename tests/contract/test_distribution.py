@@ -6,6 +6,8 @@ import re
 import tomllib
 from pathlib import Path
 
+import yaml
+
 from weft.core.errors import DISTRIBUTION, MissingExtraError
 from weft.core.extras import NEEDED_FOR
 
@@ -36,3 +38,13 @@ def test_the_pattern_sees_the_other_project() -> None:
     assert _FOREIGN.search("pip install 'weft[ray]'")
     assert _FOREIGN.search("pip install weft")
     assert not _FOREIGN.search("pip install 'weft-train[ray]'")
+
+
+def test_workflows_and_issue_templates_parse_and_run_scripts_that_exist() -> None:
+    files = [*(ROOT / ".github").rglob("*.yml"), ROOT / ".pre-commit-config.yaml"]
+    assert len(files) >= 5
+    texts = [path.read_text(encoding="utf-8") for path in files]
+    assert all(isinstance(yaml.safe_load(text), dict) for text in texts)
+    named = {name for text in texts for name in re.findall(r"scripts/[\w-]+", text)}
+    assert named
+    assert all((ROOT / name).is_file() for name in named)
