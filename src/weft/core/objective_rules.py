@@ -9,7 +9,7 @@ from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 
 # keys that a search of plans fixes for an objective of pairs
-FIXED = {"mesh.pp": 1, "mesh.cp": 1, "mesh.ep": 1, "tensor_parallel.mode": "1d", "kernels.loss": "whole"}
+FIXED = {"mesh.cp": 1, "tensor_parallel.mode": "1d", "kernels.loss": "whole"}
 
 
 def check_objective(plan: Plan, run: RunSpec) -> Iterator[tuple[str, str]]:
@@ -27,9 +27,7 @@ def check_objective(plan: Plan, run: RunSpec) -> Iterator[tuple[str, str]]:
             f"objective.kind = {objective.kind!r} needs pairs, and data.format is {run.data.format!r}",
             "set data.format = 'preference', or leave [objective] out",
         )
-    tp = plan.mesh.tp
-    has_teacher = (objective.kind == "distillation" and tp > 1, f"mesh.tp = {tp}", "set mesh.tp = 1")
-    for is_refused, what, hint in (*_not_of_layout(plan), *_not_of_reference(plan, run), has_teacher):
+    for is_refused, what, hint in (*_not_of_layout(plan, run), *_not_of_reference(plan, run)):
         if is_refused:
             yield f"this version of weft does not execute objective.kind = {objective.kind!r} with {what}", hint
 
@@ -52,10 +50,12 @@ def require_counted(run: RunSpec, verb: str) -> None:
         )
 
 
-def _not_of_layout(plan: Plan) -> Iterator[tuple[bool, str, str]]:
-    mesh, mode = plan.mesh, plan.tensor_parallel.mode
-    for axis, size in (("pp", mesh.pp), ("cp", mesh.cp), ("ep", mesh.ep)):
+def _not_of_layout(plan: Plan, run: RunSpec) -> Iterator[tuple[bool, str, str]]:
+    mesh, mode, has_teacher = plan.mesh, plan.tensor_parallel.mode, run.objective.kind == "distillation"
+    for axis, size in (("cp", mesh.cp), *((("pp", mesh.pp), ("ep", mesh.ep), ("tp", mesh.tp)) if has_teacher else ())):
         yield size > 1, f"mesh.{axis} = {size}", f"set mesh.{axis} = 1"
+    flushes = "choose a schedule that flushes, such as 1f1b"
+    yield plan.never_flushes, f"pipeline.schedule = {plan.pipeline.schedule!r}", flushes
     is_grid = mesh.tp > 1 and mode != "1d"
     yield is_grid, f"tensor_parallel.mode = {mode!r}", "set tensor_parallel.mode = '1d'"
     is_threaded = plan.data_parallel.strategy == "dataparallel"

@@ -62,14 +62,14 @@ class PairObjective:
     def bind(self, model: nn.Module, plan: Plan, token_loss: TokenLoss | None) -> None:
         """The model and the loss of sharded logits, if tensor parallelism shards them."""
         for has, what in (
-            (plan.mesh.pp > 1, "a pipeline (mesh.pp > 1)"),
+            (plan.never_flushes, f"pipeline.schedule = {plan.pipeline.schedule!r}"),
             (plan.mesh.cp > 1, "context parallelism (mesh.cp > 1)"),
-            (plan.mesh.ep > 1, "expert parallelism (mesh.ep > 1)"),
             (plan.mesh.tp > 1 and plan.tensor_parallel.mode != "1d", "a tensor-parallel grid"),
         ):
             if has:
                 raise NotBuiltError(
-                    f"this version of weft does not train pairs with {what}", hint="use dp_replicate, dp_shard or tp"
+                    f"this version of weft does not train pairs with {what}",
+                    hint="use dp_replicate, dp_shard, tp, ep or a pipeline that flushes",
                 )
         self.log_probs = RowLogProbs(model, token_loss)
 

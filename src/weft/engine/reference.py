@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from weft.comm.groups import sum_over
+from weft.core.axes import PP
 from weft.engine.objective import Batch
 from weft.engine.preference import PairObjective
 
@@ -43,4 +45,7 @@ def row_log_probs(engine: Engine, batch: Batch) -> torch.Tensor:
         engine.evaluate_nowait(batch)
     finally:
         engine.objective = objective
-    return torch.cat(kept.rows)
+    count = next(iter(batch.values())).shape[0]
+    found = torch.cat(kept.rows) if kept.rows else torch.zeros(count, dtype=torch.float64, device=engine.device)
+    is_piped = engine.plan.mesh.pp > 1  # the last stage alone has logits
+    return sum_over(found, engine.topology.group(PP)) if is_piped else found

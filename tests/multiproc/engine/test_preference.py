@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from gloo_ranks import run_ranks
 from pairs import pair_settings, write_pairs
+from safetensors.torch import load_file
 from samples import by_default
 from tiny import build_engine
 from tiny_run import metrics, train_here
@@ -19,6 +20,7 @@ from tolerances import SAME_CURVE_LOSS_ABS, SAME_CURVE_NORM_REL
 from weft.core.objective_spec import ObjectiveSpec
 from weft.engine.preference import REFERENCE, objective_of
 from weft.engine.reference import row_log_probs
+from weft.train.folder.run_folder import RunFolder
 
 STEPS, PAIRS, LENGTH = 5, 8, 16
 ACCUMULATED = {"pipeline": {"microbatches": 2}}
@@ -29,13 +31,31 @@ OF_TWO: dict[str, dict[str, Any]] = {
     "ZeRO-2": {"mesh": SHARD, "data_parallel": {"zero": 2}, **ACCUMULATED},
     "ZeRO-3, recompute": {"mesh": SHARD, "data_parallel": {"zero": 3}, "activations": {"policy": "full"}},
     "tp": {"mesh": {"tp": 2}, **ACCUMULATED},
+    "pp": {"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b", "microbatches": 4}},
+    "zero bubble": {"mesh": {"pp": 2}, "pipeline": {"schedule": "zero_bubble", "microbatches": 4}},
     "tp, full logits": {
         "mesh": {"tp": 2}, "tensor_parallel": {"sequence_parallel": False, "loss_parallel": False},
     },
 }  # fmt: skip
 OF_FOUR: dict[str, dict[str, Any]] = {
     "HSDP": {"mesh": {"dp_replicate": 2, "dp_shard": 2}, "data_parallel": {"zero": 3}},
+    "pp x ZeRO-1": {
+        "mesh": {"pp": 2, "dp_shard": 2},
+        "data_parallel": {"zero": 1},
+        "pipeline": {"microbatches": 2, "schedule": "1f1b"},
+    },
+    "pp x tp": {"mesh": {"pp": 2, "tp": 2}, "pipeline": {"microbatches": 4, "schedule": "1f1b"}},
     "ZeRO-3 x tp": {"mesh": {"dp_shard": 2, "tp": 2}, "data_parallel": {"zero": 3}, **ACCUMULATED},
+}
+OF_FOUR_BLOCKS: dict[str, dict[str, Any]] = {
+    "interleaved": {
+        "mesh": {"pp": 2}, "pipeline": {"schedule": "interleaved_1f1b", "microbatches": 4, "virtual_stages": 2},
+    },
+    "zbv": {"mesh": {"pp": 2}, "pipeline": {"schedule": "zbv", "microbatches": 4, "virtual_stages": 2}},
+}  # fmt: skip
+OF_EXPERTS: dict[str, dict[str, Any]] = {
+    "ep": {"mesh": {"dp_shard": 2, "ep": 2}, "data_parallel": {"zero": 3}},
+    "ep x tp": {"mesh": {"tp": 2, "ep": 2}},
 }
 OBJECTIVES = {"sigmoid": {"label_smoothing": 0.1}, "ipo": {"loss": "ipo"}, "orpo": {"kind": "orpo"}}
 
@@ -50,8 +70,8 @@ def batch_of(step: int) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens[:, :-1].contiguous(), "labels": labels}
 
 
-def curve_of(plan: dict[str, Any], keys: dict[str, Any]) -> list[dict[str, float]]:
-    engine = build_engine("qwen3-tied", plan, objective=objective_of(ObjectiveSpec(**{"kind": "dpo", **keys})))
+def curve_of(family: str, plan: dict[str, Any], keys: dict[str, Any]) -> list[dict[str, float]]:
+    engine = build_engine(family, plan, objective=objective_of(ObjectiveSpec(**{"kind": "dpo", **keys})))
     batches = [engine.share_of(batch_of(step)) for step in range(STEPS)]
     references = [row_log_probs(engine, batch) for batch in batches]
     found = []
@@ -61,16 +81,18 @@ def curve_of(plan: dict[str, Any], keys: dict[str, Any]) -> list[dict[str, float
     return found
 
 
-def curves(_rank: int, _world: int, names: list[str], keys: dict[str, Any]) -> dict[str, list[dict[str, float]]]:
-    plans = {"one": {}, **OF_TWO, **OF_FOUR}
-    found = {name: curve_of(plans[name], keys) for name in names}
+def curves(
+    _rank: int, _world: int, family: str, names: list[str], keys: dict[str, Any]
+) -> dict[str, list[dict[str, float]]]:
+    plans = {"one": {}, **OF_TWO, **OF_FOUR, **OF_FOUR_BLOCKS, **OF_EXPERTS}
+    found = {name: curve_of(family, plans[name], keys) for name in names}
     dist.barrier()
     return found
 
 
-def require_same(world: int, names: list[str], keys: dict[str, Any]) -> None:
-    expected = run_ranks(curves, 1, ["one"], keys)[0]["one"]
-    for name, found in run_ranks(curves, world, names, keys, timeout_s=240.0)[0].items():
+def require_same(world: int, names: list[str], keys: dict[str, Any], *, family: str = "qwen3-tied") -> None:
+    expected = run_ranks(curves, 1, family, ["one"], keys)[0]["one"]
+    for name, found in run_ranks(curves, world, family, names, keys, timeout_s=240.0)[0].items():
         for one, other in zip(expected, found, strict=True):
             assert abs(one["loss"] - other["loss"]) <= SAME_CURVE_LOSS_ABS, name
             assert abs(one["norm"] - other["norm"]) <= SAME_CURVE_NORM_REL * one["norm"], name
@@ -80,7 +102,7 @@ def require_same(world: int, names: list[str], keys: dict[str, Any]) -> None:
 
 
 def test_pairs_have_the_curve_of_one_process() -> None:
-    require_same(2, ["ZeRO-3, recompute", "tp"], OBJECTIVES["sigmoid"])
+    require_same(2, ["ZeRO-3, recompute", "tp", "pp"], OBJECTIVES["sigmoid"])
 
 
 CASES = [(name, world) for name in OBJECTIVES for world in (2, 4)]
@@ -91,19 +113,36 @@ def test_every_layout(name: str, world: int) -> None:
     require_same(world, list(OF_TWO if world == 2 else OF_FOUR), OBJECTIVES[name])
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize(("family", "names"), [("qwen3-four", [*OF_FOUR_BLOCKS]), ("mixtral", [*OF_EXPERTS])])
+def test_looped_pipelines_and_experts(family: str, names: list[str]) -> None:
+    require_same(2, names, OBJECTIVES["sigmoid"], family=family)
+
+
 def train_rank(_rank: int, _world: int, cache: str, out: str, pairs: str, plan: dict[str, Any]) -> None:
     os.environ["XDG_CACHE_HOME"] = cache
     settings = {**pair_settings(), "data.eval_fraction": 0.2, "evaluation": {"every": 3, "batches": 1}}
     train_here(Path(out), Path(pairs), settings, plan=plan)
 
 
-def test_a_run_of_ranks_fills_the_table_of_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"mesh": SHARD, "data_parallel": {"zero": 3}, **ACCUMULATED},
+        pytest.param(OF_TWO["pp"] | {"pipeline": {"schedule": "1f1b", "microbatches": 2}}, marks=pytest.mark.extended),
+    ],
+    ids=["zero3", "pipeline"],
+)
+def test_a_run_of_ranks_fills_the_table_of_one(plan: dict[str, Any], tmp_path: Path) -> None:
     """The pairs are no multiple of a global batch, so ranks repeat some."""
     pairs, cache = write_pairs(tmp_path / "pairs.jsonl", count=19), str(tmp_path / "cache")
-    plan = {"mesh": SHARD, "data_parallel": {"zero": 3}, **ACCUMULATED}
     run_ranks(train_rank, 1, cache, str(tmp_path / "one"), str(pairs), {})
     run_ranks(train_rank, 2, cache, str(tmp_path / "two"), str(pairs), plan)
     for one, two in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
         assert two["loss"] == pytest.approx(one["loss"], abs=SAME_CURVE_LOSS_ABS)
         assert two["figures"] == pytest.approx(one["figures"], abs=SAME_CURVE_LOSS_ABS)
         assert two.get("eval_loss") == pytest.approx(one.get("eval_loss"), abs=SAME_CURVE_LOSS_ABS)
+    one_file, two_file = (load_file(RunFolder(tmp_path / name).reference_path) for name in ("one", "two"))
+    assert one_file.keys() == two_file.keys() == {"training", "held-out"}
+    for name, table in one_file.items():
+        torch.testing.assert_close(two_file[name], table, atol=1e-3, rtol=1e-6, equal_nan=True)

@@ -59,7 +59,12 @@ def test_held_out_pairs_have_the_loss_of_pairs(tmp_path: Path, pairs: Path) -> N
 @pytest.mark.parametrize(
     ("plan", "objective", "settings", "sentence"),
     [
-        ({"mesh": {"pp": 2}}, {}, {}, "'dpo' with mesh.pp = 2"),
+        (
+            {"mesh": {"pp": 2}, "pipeline": {"schedule": "pipedream", "microbatches": 2}},
+            {},
+            {},
+            "'dpo' with pipeline.schedule = 'pipedream'",
+        ),
         ({"mesh": {"cp": 2}}, {}, {}, "'dpo' with mesh.cp = 2"),
         ({"mesh": {"tp": 4}, "tensor_parallel": {"mode": "2d"}}, {}, {}, "tensor_parallel.mode = '2d'"),
         ({"kernels": {"loss": "fused"}}, {}, {}, "a fused loss"),
@@ -113,8 +118,8 @@ def test_plans_of_pairs_count_two_rows_and_keep_pairs_whole(pairs: Path) -> None
         estimate_plan(one, Plan(), "1xCPU").memory_terms[MemoryTerm.LOGITS] for one in (run, alone)
     )
     assert pairs_bytes == 2 * rows_bytes
-    with pytest.raises(NotBuiltError, match=r"not executed with mesh.pp = 2"):
-        search_plans(run, "2xCPU", fixed={"mesh.pp": 2})
+    with pytest.raises(NotBuiltError, match=r"not executed with mesh.cp = 2"):
+        search_plans(run, "2xCPU", fixed={"mesh.cp": 2})
 
 
 def test_the_dry_run_has_both_rows_of_a_pair(pairs: Path) -> None:
@@ -122,3 +127,16 @@ def test_the_dry_run_has_both_rows_of_a_pair(pairs: Path) -> None:
     predicted = estimate_plan(run, Plan(), "1xCPU").memory_bytes
     found = dry_run(run, Plan(), on_gpu=False)
     assert found.peak.peak_bytes == pytest.approx(predicted, rel=0.1)
+
+
+def test_the_dry_run_of_a_stage_receives_both_rows_of_a_pair(pairs: Path) -> None:
+    run = tables(pairs)
+    plan = Plan.from_tables({"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b", "microbatches": 2}})
+    single = run.model_copy(
+        update={"objective": ObjectiveSpec(), "data": run.data.model_copy(update={"format": "chat"})}
+    )
+    sent = [
+        sum(row["bytes"] for row in dry_run(one, plan, rank=0, on_gpu=False).traffic if row["axis"] == "pp")
+        for one in (run, single)
+    ]
+    assert sent[0] >= 2 * sent[1] * 0.99 > 0
