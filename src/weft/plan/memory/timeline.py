@@ -201,7 +201,7 @@ def _in_backward(parts: TermParts, *, done: Floats) -> Terms:
         gathered=np.maximum(gathered, 0.0),
         gradients=np.where(columns.zero == 0, np.maximum(grown, of_head), grown),
         logits=parts.held_logits,
-        buffers=reduce_input + attention_buffers(view),
+        buffers=reduce_input + attention_buffers(view, wide=wide),
         temporaries=temporaries,
     )  # fmt: skip
 

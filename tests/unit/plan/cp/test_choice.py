@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from plan_cases import columns_with, one, request_of, view_with
 
@@ -56,7 +57,10 @@ def test_a_ring_alone_hides_its_exchanges() -> None:
 
 def test_a_ring_holds_keys_and_values_of_two_ranks() -> None:
     wide = {"cp": 8, "zero": 3}
-    gather, ring = (one(attention_buffers(view_with(LONG, attention=name, **wide))) for name in ("gather", "ring"))
+    nothing = np.zeros(1)
+    views = [view_with(LONG, attention=name, **wide) for name in ("gather", "ring")]
+    gather, ring = (one(attention_buffers(view, wide=nothing)) for view in views)
     own = 131_072 / 8 * 16 * 8 * (128 + 128) * 2  # rows of a rank, 8 heads, bf16
     assert gather == 2 * 4 * 8 * own
+    assert one(attention_buffers(views[1], wide=nothing + 5 * own)) == ring - 5 * own
     assert ring == (4 + 2 * 2 + 4 * 3 + 2 * 2) * own  # queries have four times a key's heads, and half of k with v
