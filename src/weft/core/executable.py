@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from weft.core.errors import NotBuiltError
 from weft.core.masters import has_wide_masters
 from weft.core.plan import BUCKET_BYTES, Plan
+from weft.core.wire_bytes import CODED
 
 
 def require_executable(plan: Plan) -> None:
@@ -110,6 +111,11 @@ def _not_coded(plan: Plan) -> list[tuple[bool, str]]:
         (is_on and _is_threaded(plan), f"{what} with dataparallel, which has no ranks"),
         (is_on and dp.all_reduce != "auto", f"{what} with data_parallel.all_reduce: codes travel as an all-to-all"),
         (is_on and plan.has_delayed_updates, f"{what} with {plan.delayed_by}"),
+        (
+            policy.reduce in CODED and plan.mesh.tp > 1,
+            f"{what} with tensor parallelism (mesh.tp > 1): scales differ between copies of a parameter, which would "
+            "drift apart (bfloat16 has no scales)",
+        ),
         (is_on and dp.find_unused_parameters, f"{what} with data_parallel.find_unused_parameters"),
         (
             is_on and plan.mesh.ep > 1 and dp.zero == 0,

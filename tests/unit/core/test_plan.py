@@ -142,6 +142,8 @@ def test_an_expert_degree_that_does_not_divide_names_the_axes(tensor: str, axes:
             "data_parallel": {"find_unused_parameters": True},
         },
         {"precision": {"reduce": "int8"}, "data_parallel": {"strategy": "dataparallel"}},
+        {"precision": {"reduce": "int8"}, "mesh": {"dp_replicate": 2, "tp": 2}},
+        {"precision": {"reduce": "float8_e4m3"}, "mesh": {"dp_shard": 2, "tp": 2}, "data_parallel": {"zero": 3}},
         {
             "precision": {"reduce": "bfloat16"},
             "mesh": {"dp_replicate": 2},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from weft.core.secondary import check_secondary
+from weft.core.wire_bytes import CODED
 from weft.plan.axis import Rule
 from weft.plan.columns import Bools, Columns
 from weft.plan.request import Request
@@ -29,6 +30,10 @@ def _errors_are_executed(_request: Request, columns: Columns) -> Bools:
     return (columns.error_feedback > 0) & ((columns.pp > 1) | (columns.tp > 1))
 
 
+def _copies_round_alike(request: Request, columns: Columns) -> Bools:
+    return np.asarray((columns.tp > 1) & (request.precision.reduce in CODED))
+
+
 RULES: tuple[Rule, ...] = (
     Rule("zero", "mesh.dp_shard > 1 needs a ZeRO stage", _zero_matches_mesh),
     Rule(
@@ -40,6 +45,12 @@ RULES: tuple[Rule, ...] = (
         "secondary_layout",
         "data_parallel.secondary_shard is not executed with pipelines or expert parallelism",
         _secondary_is_executed,
+    ),
+    Rule(
+        "coded_copies",
+        "precision.reduce in 8 bits is not executed with tp, whose copies of a parameter would drift apart",
+        _copies_round_alike,
+        lambda request, columns: "set precision.reduce = 'bfloat16'",
     ),
     Rule("error_feedback", "data_parallel.error_feedback is not executed with tp and pipelines", _errors_are_executed),
 )
