@@ -132,6 +132,14 @@ def test_a_layout_that_cannot_train_what_the_run_asks_is_refused(
     assert not list(broken_rules(given_plan, run(8)))
 
 
+def test_a_ring_is_refused_for_soft_caps_before_ranks_start() -> None:
+    plan = Plan.from_tables({"mesh": {"cp": 2}, "context_parallel": {"attention": "ring"}})
+    require_legal(plan, run(1))
+    with pytest.raises(MeshError, match=r"Gemma2Attention.*softcap = 50.0") as caught:
+        require_legal(plan, run(1, model={"type": "gemma2"}))
+    assert caught.value.hint == "set context_parallel.attention = 'gather'"
+
+
 def test_each_rule_of_the_table_is_tried() -> None:
     names = {
         "consistent",
