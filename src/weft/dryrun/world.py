@@ -28,6 +28,7 @@ import weft.engine.activations.dropout as randomness
 import weft.engine.activations.host_slots as host_slots
 import weft.engine.buffers.changes as buffers
 import weft.engine.buffers.sync as buffer_sync
+import weft.engine.cp.blocks as attention_blocks
 import weft.engine.dp.choose as choose
 import weft.engine.ep.counts as expert_counts
 import weft.engine.kernels.float8 as float8
@@ -134,6 +135,8 @@ def _gpu_patches(kernel: Kernel, live: LiveBytes) -> list[Any]:
         # a CPU multiplies float8 in float32, on copies
         mock.patch.object(float8, "_multiply", float8.multiply_on_gpu),
         mock.patch.object(float8_products, "has_kernel", lambda recipe, _device: recipe not in EMULATED),
+        # flash attention of a context's part needs no mask on a GPU
+        mock.patch.object(attention_blocks, "is_on_gpu", _returns(True)),
         mock.patch.object(F, "scaled_dot_product_attention", attend),
         mock.patch.object(randomness, "_attend", attend),
     ]

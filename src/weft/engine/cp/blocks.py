@@ -56,6 +56,17 @@ def exact(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def is_on_gpu(x: Tensor) -> bool:
+    """True also in the dry run of a GPU."""
+    return x.is_cuda
+
+
+def has_flash(query: Tensor, value: Tensor) -> bool:
+    width = query.shape[-1]
+    fits = width == value.shape[-1] <= _MOST_WIDTH and width % _WIDTH_UNIT == 0
+    return is_on_gpu(query) and query.dtype in _HALF and fits
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor, seen: Seen, *, scale: float) -> Softmax:
     times = query.shape[HEADS] // key.shape[HEADS]
     key, value = _for_queries(key, times), _for_queries(value, times)
@@ -118,10 +129,10 @@ def gradients(query: Tensor, key: Tensor, value: Tensor, seen: Seen, whole: Whol
 
 def _kernel_of(query: Tensor, value: Tensor, seen: Seen) -> str:
     width, value_width = query.shape[-1], value.shape[-1]
-    if query.is_cuda:
+    if seen.mask is None and has_flash(query, value):
+        return "flash"
+    if is_on_gpu(query):
         are_even = width % _WIDTH_UNIT == 0 and value_width % _WIDTH_UNIT == 0
-        if seen.mask is None and query.dtype in _HALF and are_even and width == value_width <= _MOST_WIDTH:
-            return "flash"
         return "efficient" if are_even and query.dtype != torch.float64 else "plain"
     return "cpu" if query.device.type == "cpu" and width == value_width else "plain"
 

@@ -10,11 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.engine.cp.blocks import has_flash
 from weft.engine.cp.exchange import POSITIONS
 from weft.engine.cp.positions import Positions
-
-_HALF = (torch.float16, torch.bfloat16)
-_MOST_WIDTH, _WIDTH_UNIT = 256, 8  # of heads, in flash attention
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, positions: Positions, *, scale: float | None) -> Tensor:
@@ -33,15 +31,9 @@ def _piece(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) ->
     is_grouped = query.shape[1] != key.shape[1]
     if queries == keys:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=is_grouped)
-    if _has_flash(query, value) and not is_grouped:
+    if has_flash(query, value) and not is_grouped:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         out: Tensor = flash(query, key, value, 0.0, is_causal=True, return_debug_mask=False, scale=scale)[0]
         return out
     allowed = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scale, enable_gqa=is_grouped)
-
-
-def _has_flash(query: Tensor, value: Tensor) -> bool:
-    width = query.shape[-1]
-    fits = width == value.shape[-1] <= _MOST_WIDTH and width % _WIDTH_UNIT == 0
-    return query.is_cuda and query.dtype in _HALF and fits

@@ -32,7 +32,7 @@ def attention_buffers(view: View, *, wide: Floats) -> Floats:
     """Memory of other ranks' keys and values in one block, with gradients: its backward has most.
 
     `gather` has those of all ranks, until the block is done. A ring has its own, the next rank's on their way, and the
-    gradients of both, but not beside the tensors of the MLP (`wide`): what it has beyond those counts.
+    gradients of both. Neither has them beside the tensors of the MLP (`wide`): what it has beyond those counts.
     Key-value heads are repeated for each query head, as transformers does beside a mask.
     """
     columns, sizes = view.columns, view.sizes
@@ -46,7 +46,8 @@ def attention_buffers(view: View, *, wide: Floats) -> Floats:
         exact = 4 / sizes.activation  # sums are in float32
         queries = view.tokens * sizes.activation * block.attention.num_heads / columns.tp * block.attention.head_dim
         passed = np.maximum(passed, (4 + 2 * exact + times * (1 + exact)) * own + exact * queries)
-    of = {"gather": gathered, "ulysses": 2 * view.stream_bytes, "ring": np.maximum(passed - wide, 0.0)}
+    beyond = {"gather": np.maximum(gathered - wide, 0.0), "ring": np.maximum(passed - wide, 0.0)}
+    of = {**beyond, "ulysses": 2 * view.stream_bytes}
     return np.where(columns.cp > 1, np.choose(columns.cp_attention, [of[name] for name in CP_ATTENTIONS]), 0.0)
 
 
