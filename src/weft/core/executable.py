@@ -139,6 +139,11 @@ def _not_coded(plan: Plan) -> list[tuple[bool, str]]:
             for has, name in (
                 (plan.offload.parameters != "none", "parameter offload (offload.parameters)"),
                 (plan.has_delayed_updates, plan.delayed_by),
+                (
+                    plan.mesh.tp > 1,
+                    "tensor parallelism (mesh.tp > 1): scales differ between copies of a parameter, which would no "
+                    "longer be equal",
+                ),
             )
         ),
     ]

@@ -154,6 +154,7 @@ def test_an_expert_degree_that_does_not_divide_names_the_axes(tensor: str, axes:
             "mesh": {"dp_shard": 2},
             "offload": {"optimizer": "cpu", "parameters": "cpu"},
         },
+        {"precision": {"gather": "int8"}, "mesh": {"dp_shard": 2, "tp": 2}, "data_parallel": {"zero": 3}},
         *(
             {"mesh": {"dp_shard": 4}, "data_parallel": {"zero": 3, "secondary_shard": 2}, **beside}
             for beside in (

@@ -31,7 +31,9 @@ def _errors_are_executed(_request: Request, columns: Columns) -> Bools:
 
 
 def _copies_round_alike(request: Request, columns: Columns) -> Bools:
-    return np.asarray((columns.tp > 1) & (request.precision.reduce in CODED))
+    policy = request.precision
+    has_coded_gathers = (columns.zero > 0) & (columns.float8 == 0) & (policy.gather in CODED)
+    return np.asarray((columns.tp > 1) & (has_coded_gathers | (policy.reduce in CODED)))
 
 
 RULES: tuple[Rule, ...] = (
@@ -48,9 +50,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "coded_copies",
-        "precision.reduce in 8 bits is not executed with tp, whose copies of a parameter would drift apart",
+        "precision.reduce and precision.gather in 8 bits are not executed with tp, whose copies of a parameter would "
+        "drift apart",
         _copies_round_alike,
-        lambda request, columns: "set precision.reduce = 'bfloat16'",
+        lambda request, columns: "set precision.reduce = 'bfloat16', and remove precision.gather",
     ),
     Rule("error_feedback", "data_parallel.error_feedback is not executed with tp and pipelines", _errors_are_executed),
 )
