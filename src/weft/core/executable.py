@@ -71,17 +71,12 @@ def not_executed_reasons(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _not_cp(plan: Plan) -> list[tuple[bool, str]]:
     """Features that context parallelism does not support yet."""
-    mesh, policy = plan.mesh, plan.precision.policy()
+    mesh = plan.mesh
     return [
         (mesh.tp > 1 and plan.tensor_parallel.mode != "1d", f"tensor_parallel.mode = {plan.tensor_parallel.mode!r}"),
         (mesh.ep > 1 and plan.data_parallel.zero == 0, "expert parallelism and data_parallel.zero = 0"),
         (plan.never_flushes, plan.delayed_by),
         (_is_threaded(plan), "dataparallel"),
-        (plan.offload.optimizer != "none", "offloaded states (offload.optimizer)"),
-        (plan.activations.offload != "none" or plan.activations.partition, "block inputs away from their rank"),
-        (plan.float8.linears != "none" or plan.float8.experts != "none", "float8 products"),
-        (policy.has_coded_sums or plan.coded_gather is not None, "gradients or weights that travel as codes"),
-        (policy.loss_scaling, "a loss scale (precision fp16)"),
     ]
 
 
@@ -321,7 +316,6 @@ def _not_wide_residual(plan: Plan) -> list[tuple[bool, str]]:
     return [
         (mesh.tp > 1, "tensor parallelism (mesh.tp > 1)"),
         (mesh.pp > 1, "a pipeline (mesh.pp > 1)"),
-        (mesh.cp > 1, "context parallelism (mesh.cp > 1)"),
         (mesh.ep > 1, "expert parallelism (mesh.ep > 1)"),
         (is_away, "activations that leave the device (activations.offload)"),
         (plan.float8.linears != "none" or plan.float8.experts != "none", "float8 products"),

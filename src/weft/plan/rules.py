@@ -85,7 +85,7 @@ def _float8_beside_bfloat16(request: Request, columns: Columns) -> Bools:
 
 
 def _wide_residual_in_replicas(request: Request, columns: Columns) -> Bools:
-    is_split = (columns.tp > 1) | (columns.pp > 1) | (columns.cp > 1) | (columns.ep > 1)
+    is_split = (columns.tp > 1) | (columns.pp > 1) | (columns.ep > 1)
     return np.asarray(is_split & request.precision.has_wide_residual)
 
 
@@ -125,7 +125,7 @@ _LAST: tuple[Rule, ...] = (
     ),
     Rule(
         "residual",
-        "precision.residual = 'float32' beside 16 bits is executed with data parallelism alone",
+        "precision.residual = 'float32' beside 16 bits is executed with data and context parallelism alone",
         _wide_residual_in_replicas,
     ),
     Rule("host", "offload needs a host with memory", _offload_makes_sense),

@@ -56,6 +56,8 @@ def other_layout(plan: Plan, *, global_batch: int, has_untrained: bool = False) 
     tables["pipeline"].update(virtual_stages=1, blocks=[])
     tables["pipeline"]["microbatches"] = math.gcd(plan.pipeline.microbatches, global_batch // dp_degree)
     tables["offload"]["delayed"] = False
+    if sharded:  # replicas keep all weights on the device
+        tables["offload"]["parameters"] = "none"
     if any(not_executed_reasons(Plan.from_tables(tables))):  # gradients in bfloat16 are not summed over sharded ones
         tables["pipeline"]["microbatches"] = 1
     return Plan.from_tables(tables)

@@ -57,7 +57,7 @@ BAD_REQUESTS: dict[str, tuple[tuple[str, ...], str, str, str]] = {
         "dp_replicate",
     ),
     "a plan of the future": (
-        (*TRAIN, "--nproc", "2", "--set", "mesh.cp=2", "--set", "offload.optimizer=cpu"),
+        (*TRAIN, "--nproc", "2", "--set", "mesh.cp=2", "--set", "compile.enabled=true"),
         "W204",
         "context parallelism",
         "docs/status.md",

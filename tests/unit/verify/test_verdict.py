@@ -206,7 +206,7 @@ def test_all_gives_every_plan_and_a_matrix(monkeypatch: pytest.MonkeyPatch, tmp_
     page = tmp_path / "new" / "matrix.html"
     code, out, err = call_weft("verify", "--nproc", "2", "--all", "--matrix", page, "--json")
     assert code == 1
-    assert len(asked[0].plans) == 21
+    assert len(asked[0].plans) == 22
     answer = json.loads(out)
     assert (answer["ok"], [verdict["ok"] for verdict in answer["verdicts"]]) == (False, [True, False])
     assert "1 of 2 plans pass" in err
@@ -217,7 +217,7 @@ def test_all_gives_every_plan_and_a_matrix(monkeypatch: pytest.MonkeyPatch, tmp_
     "arguments",
     [
         ("none.toml",),
-        ("--set", "mesh.cp=2", "--set", "offload.optimizer=cpu"),
+        ("--set", "mesh.cp=2", "--set", "compile.enabled=true"),
         ("--steps", "1"),
         ("--set", "nothing.key=1"),
         ("--nproc", "0"),

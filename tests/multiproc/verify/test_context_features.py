@@ -1,0 +1,81 @@
+"""Context parallelism beside formats and memory tiers: `weft verify` holds each against one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gloo_ranks import run_ranks
+from verify_ranks import small_run, verdicts_in_rank
+
+CP: dict[str, Any] = {"mesh": {"cp": 2}}
+BF16 = {"preset": "bf16"}
+ATTENTIONS = {name: {"context_parallel": {"attention": name}} for name in ("gather", "ring", "ulysses")}
+OF_TWO: dict[str, dict[str, Any]] = {
+    "fp16": {**CP, "precision": {"preset": "fp16"}},
+    "float8": {
+        **CP, **ATTENTIONS["ring"], "data_parallel": {"zero": 3}, "precision": BF16, "float8": {"linears": "all"},
+    },
+    "codes": {
+        **CP, "data_parallel": {"zero": 3, "error_feedback": True},
+        "precision": {**BF16, "reduce": "int8", "gather": "int8"},
+    },
+    "residual": {
+        **CP, **ATTENTIONS["ring"], "data_parallel": {"zero": 1}, "precision": {**BF16, "residual": "float32"},
+    },
+    "states": {**CP, "data_parallel": {"zero": 3}, "offload": {"optimizer": "cpu"}},
+    "weights": {
+        **CP, **ATTENTIONS["ulysses"], "data_parallel": {"zero": 3}, "precision": BF16,
+        "offload": {"optimizer": "cpu", "parameters": "cpu"},
+    },
+    "delayed": {
+        **CP, "data_parallel": {"zero": 2}, "precision": BF16, "offload": {"optimizer": "cpu", "delayed": True},
+    },
+    "inputs": {
+        **CP, **ATTENTIONS["ring"], "data_parallel": {"zero": 2}, "precision": BF16,
+        "activations": {"policy": "full", "offload": "cpu"},
+    },
+}  # fmt: skip
+OF_FOUR: dict[str, dict[str, Any]] = {
+    "codes": {
+        "mesh": {"cp": 2, "dp_shard": 2}, "data_parallel": {"zero": 3},
+        "precision": {**BF16, "reduce": "int8", "gather": "int8"},
+    },
+    "parts of inputs": {
+        "mesh": {"cp": 2, "tp": 2}, **ATTENTIONS["ring"], "tensor_parallel": {"sequence_parallel": False},
+        "activations": {"policy": "full", "partition": True},
+    },
+    "states, HSDP": {
+        "mesh": {"cp": 2, "dp_replicate": 2}, "data_parallel": {"zero": 3}, "offload": {"optimizer": "cpu"},
+        "pipeline": {"microbatches": 2},
+    },
+    "states, pp": {
+        "mesh": {"cp": 2, "pp": 2}, "pipeline": {"microbatches": 4}, "offload": {"optimizer": "cpu"},
+        "data_parallel": {"zero": 1},
+    },
+    "fp16, pp": {"mesh": {"cp": 2, "pp": 2}, "pipeline": {"microbatches": 4}, "precision": {"preset": "fp16"}},
+}  # fmt: skip
+
+
+def require_verified(plan: dict[str, Any], ranks: int, corpus: Path, folder: Path) -> None:
+    (verdict,) = run_ranks(verdicts_in_rank, ranks, small_run(str(corpus)), [plan], str(folder), timeout_s=600)[0]
+    assert [f"{one['name']}: {one['detail']}" for one in verdict["checks"] if not one["ok"]] == []
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", OF_TWO)
+def test_positions_are_divided_beside_a_format_or_a_tier(name: str, corpus: Path, tmp_path: Path) -> None:
+    require_verified(OF_TWO[name], 2, corpus, tmp_path)
+
+
+@pytest.mark.slow
+def test_positions_are_divided_beside_states_in_files(corpus: Path, tmp_path: Path) -> None:
+    offload = {"optimizer": "nvme", "folder": str(tmp_path / "states")}
+    require_verified({**CP, "data_parallel": {"zero": 3}, "offload": offload}, 2, corpus, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_FOUR)
+def test_positions_are_divided_beside_another_axis_too(name: str, corpus: Path, tmp_path: Path) -> None:
+    require_verified(OF_FOUR[name], 4, corpus, tmp_path)
