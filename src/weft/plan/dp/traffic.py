@@ -18,8 +18,8 @@ from weft.core import axes
 from weft.plan.axis import SMALL_ELEMENTS, TrafficRow
 from weft.plan.columns import Floats
 from weft.plan.dp.all_reduce import replica_bytes
+from weft.plan.memory.instant import has_buckets
 from weft.plan.memory.parameters import num_expert_tensors, table_elements
-from weft.plan.memory.timeline import has_buckets
 from weft.plan.time.links import gather_bytes, reduce_bytes
 from weft.plan.time.state_stream import held_elements
 from weft.plan.view import View

@@ -25,15 +25,9 @@ import numpy as np
 from weft.plan.columns import Bools, Floats
 from weft.plan.ep.rows import Rows, rows_of
 from weft.plan.memory.block_activations import saved_by_default
+from weft.plan.memory.instant import TermParts, Terms, gradients_of_earlier, held_gathered, instant
 from weft.plan.memory.parameters import Elements, expert_elements
-from weft.plan.memory.timeline import (
-    TermParts,
-    Terms,
-    gradients_of_earlier,
-    head_gradient,
-    held_gathered,
-    instant,
-)
+from weft.plan.memory.timeline import head_gradient
 from weft.plan.view import View
 
 SCORE_GRADIENTS = 3  # of the probabilities, of the scores, and the probabilities themselves

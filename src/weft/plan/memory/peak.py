@@ -18,10 +18,11 @@ from weft.plan.ep.instants import with_experts
 from weft.plan.memory import fused_loss
 from weft.plan.memory.feedback import feedback_bytes
 from weft.plan.memory.in_flight import LOG_PROBABILITY_BYTES, edge_bytes, flight_of, waiting_bytes
+from weft.plan.memory.instant import TermParts, Terms, gradients_of_earlier, has_buckets
 from weft.plan.memory.offloaded import Offloaded, delayed_chunks, offloaded_bytes, updates_beside_compute
 from weft.plan.memory.saved_activations import saved_blocks
 from weft.plan.memory.states import state_bytes
-from weft.plan.memory.timeline import MIB, TermParts, Terms, gradients_of_earlier, has_buckets, instants_of
+from weft.plan.memory.timeline import MIB, instants_of
 from weft.plan.time.state_stream import held_elements, rest_bytes
 from weft.plan.view import View
 

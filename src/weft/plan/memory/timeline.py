@@ -23,47 +23,28 @@ The sharding semantics are those of `fully_shard`: one unit per block and the ro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from weft.core.terms import MemoryTerm as Term
-from weft.plan import muon
-from weft.plan.columns import Bools, Floats
+from weft.plan.columns import Floats
 from weft.plan.cp.sizes import attention_buffers
-from weft.plan.memory.offloaded import staged_states, staged_weights, updates_beside_compute
-from weft.plan.memory.saved_activations import SavedBlocks
+from weft.plan.memory.instant import (
+    TermParts,
+    Terms,
+    codes_of_unit,
+    has_buckets,
+    held_gathered,
+    instant,
+    table_elements,
+)
 from weft.plan.memory.secondary import secondary_bytes
-from weft.plan.memory.staging import chunks_within, staged_in_step
-from weft.plan.time.state_stream import chunk_bytes, rests_in_compute
+from weft.plan.memory.staging import staged_in_step
+from weft.plan.memory.step_end import at_root, at_sum, at_table, at_update
+from weft.plan.time.state_stream import rests_in_compute
 from weft.plan.view import View
 
 MIB = 2**20
 MAX_ROW_SUM_BYTES = 132 * MIB  # (measured on Hopper)
-QUANTISED_UPDATE_BYTES = 24  # per element of the largest tensor: moments and intermediates, six in float32
-
-Terms = dict[Term, Floats]
-
-
-@dataclass(frozen=True)
-class TermParts:
-    """Inputs of the instants."""
-
-    view: View
-    rest: Terms  # resident at every instant
-    saved: Floats  # activations of all blocks and micro-batches in flight
-    saved_at_loss: Floats  # while a loss is computed: then not all can be on the largest stage of the rank
-    final: Floats  # of the final norm, until the head's backward ends
-    blocks: SavedBlocks  # of one micro-batch, per block
-    logits: Floats
-    held_logits: Floats  # of other micro-batches in flight
-    num_logits: Floats
-    earlier_gradients: Floats  # present when the backward begins
-    has_gradients: Bools  # of earlier micro-batches; DDP's buckets do not count
-    num_blocks: Floats
-    widest: int  # elements per token inside the widest MLP
-    delayed_gradients: Floats  # of the step before, whose update is delayed and on the device
-    delayed_chunks: Floats  # chunks of that update, which exist throughout
 
 
 def instants_of(parts: TermParts) -> dict[str, Terms]:
@@ -80,10 +61,10 @@ def instants_of(parts: TermParts) -> dict[str, Terms]:
         "end of the second block": _at_block_end(parts, done=np.maximum(last - 1, 0)),
         "gathering the first block": _at_gather(parts, done=last),
         "backward of the first block": _in_backward(parts, done=last),
-        "gradient of the token table": _at_table(parts),
-        "sum over replicas": _at_sum(parts),
-        "reducing the root": _at_root(parts),
-        "update": _at_update(parts),
+        "gradient of the token table": at_table(parts),
+        "sum over replicas": at_sum(parts),
+        "reducing the root": at_root(parts),
+        "update": at_update(parts),
         **_in_mixture(parts),
         **_with_inner_shards(parts, done=np.minimum(1.0, last)),
     }
@@ -189,7 +170,8 @@ def _in_backward(parts: TermParts, *, done: Floats) -> Terms:
     of_head = head_gradient(view)
     grown = np.maximum(before, np.where(parts.has_gradients, before, reduced))
     reduce_input = np.where(columns.zero == 0, 0.0, trained.largest_padded * sizes.communication)
-    reduce_input = np.where(is_first, _held_reduce_input(parts), reduce_input + _codes(view, trained.largest_padded))
+    sent = reduce_input + codes_of_unit(view, trained.largest_padded)
+    reduce_input = np.where(is_first, _held_reduce_input(parts), sent)
     own_gradient = trained.largest_block * sizes.compute
     wide = 2 * view.tokens * sizes.activation * parts.widest / columns.tp
     waiting = np.where(columns.zero > 0, of_head, 0.0)  # the root is reduced last
@@ -241,7 +223,7 @@ def _row_sums(view: View) -> Floats:
 
 def head_gradient(view: View) -> Floats:
     """Gradient of the output head; the embedding's comes last."""
-    head = _table_elements(view) * view.shape.trains_ends
+    head = table_elements(view) * view.shape.trains_ends
     nbytes = np.where(view.columns.zero == 0, view.sizes.gradient, view.sizes.compute)
     return np.where(view.stage.holds_head, head * nbytes, 0.0)
 
@@ -265,181 +247,9 @@ def _at_gather(parts: TermParts, *, done: Floats) -> Terms:
     }
 
 
-def _at_table(parts: TermParts) -> Terms:
-    """The token table's gradient, the last of all, in the compute dtype and cast; with ZeRO see `_at_root`.
-
-    DDP's buckets exist already, so the cast gradient is extra, and the uncast one exists twice.
-    """
-    view, columns, sizes = parts.view, parts.view.columns, parts.view.sizes
-    none = np.zeros(len(columns))
-    is_last = (columns.zero == 0) & view.stage.holds_embedding & sizes.is_mixed & view.shape.trains_ends
-    table = np.where(is_last, _table_elements(view), 0.0)
-    into_bucket = np.where(has_buckets(view), sizes.compute + sizes.gradient, 0)
-    gradients = np.where(is_last, view.trained.total.unsharded * sizes.gradient, 0.0)
-    return instant(
-        parts, saved=none, gathered=none, gradients=gradients,
-        buffers=none, temporaries=table * (sizes.compute + into_bucket) + np.where(is_last, _ahead(parts), 0.0),
-    )  # fmt: skip
-
-
-def _at_sum(parts: TermParts) -> Terms:
-    """All-reduce between replicas of a pipeline rank after the last backward; a large tensor is its own bucket."""
-    view, columns = parts.view, parts.view.columns
-    gradients = view.trained.total.unsharded * view.sizes.gradient
-    is_summed = (columns.pp > 1) & (columns.zero == 0) & (columns.dp * columns.cp > 1)
-    has_table = (view.stage.holds_embedding | view.stage.holds_head) & view.shape.trains_ends
-    largest = np.where(has_table, _table_elements(view) * view.sizes.gradient, 0.0)
-    bucket = np.minimum(np.maximum(columns.bucket_bytes, largest), gradients)
-    none = np.zeros(len(columns))
-    return instant(
-        parts, saved=none, gathered=none, gradients=np.where(is_summed, gradients, 0.0), buffers=none,
-        temporaries=np.where(is_summed, bucket * (1 + view.sizes.coding / view.sizes.gradient), 0.0),
-    )  # fmt: skip
-
-
-def _codes(view: View, elements: Floats) -> Floats:
-    """Codes of a unit's gradients on their way, with the temporaries of encoding."""
-    return np.asarray(elements * view.sizes.coding * (view.columns.shards > 1), dtype=np.float64)
-
-
 def _codes_of_bucket(view: View) -> Floats:
     """The same for a bucket of DDP."""
     if not view.sizes.coding:
         return np.zeros(len(view.columns))
     elements = np.minimum(view.columns.bucket_bytes / view.sizes.gradient, view.share.total.unsharded)
     return np.where(has_buckets(view), elements * view.sizes.coding, 0.0)
-
-
-def _table_elements(view: View) -> Floats:
-    divisor = view.columns.matrix_divisor if view.shape.has_sharded_table else np.ones(len(view.columns))
-    return np.ceil(view.shape.vocab_size / divisor) * (view.shape.embedding_parameters // view.shape.vocab_size)
-
-
-def _at_root(parts: TermParts) -> Terms:
-    """Reduce-scatter of the root, with gradients of earlier micro-batches and, before the last, gathered weights.
-
-    With one shard nothing is sent: input and output exist, among replicas the divided gradient; the other is freed.
-    """
-    view, columns, share, sizes = parts.view, parts.view.columns, parts.view.trained, parts.view.sizes
-    several, none = parts.has_gradients, np.zeros(len(columns))
-    gradients = (share.total.shard - np.where(several, 0.0, share.root.shard)) * sizes.gradient
-    per_element = np.where((columns.zero == 1) & several, sizes.communication, sizes.compute)
-    is_alone = share.total.shard >= share.total.unsharded
-    wire = share.root.padded + np.where(several, share.root.shard, 0.0)
-    wire = np.where(is_alone, np.where(columns.dp_replicate > 1, 3, 2) * share.root.unsharded, wire)
-    gathered = np.where((columns.zero == 2) & several, held_gathered(view), 0.0)
-    return {
-        term: np.where(columns.zero > 0, values, 0.0)
-        for term, values in instant(
-            parts, saved=none, gathered=gathered, gradients=gradients,
-            buffers=wire * sizes.communication + _codes(view, share.root.padded),
-            temporaries=np.where(is_alone, 0.0, share.root.unsharded * per_element) + _ahead(parts),
-        ).items()
-    }  # fmt: skip
-
-
-def _at_update(parts: TermParts) -> Terms:
-    columns, share, sizes = parts.view.columns, parts.view.trained, parts.view.sizes
-    held = np.where(columns.zero > 0, share.total.shard, share.total.unsharded)
-    none = np.zeros(len(columns))
-    temporaries = held * sizes.update
-    if parts.view.request.workload.optimizer == "adamw8bit":
-        temporaries = QUANTISED_UPDATE_BYTES * _largest_tensor(parts.view) * held / np.maximum(share.total.unsharded, 1)
-    if parts.view.request.workload.optimizer == "muon":
-        temporaries = muon.update_temporaries(parts.view)
-    # an offloaded optimizer updates chunk by chunk
-    states = np.minimum(
-        staged_states(parts.view) + _ahead(parts),
-        np.maximum(held * chunk_bytes(parts.view), staged_states(parts.view)),
-    )
-    passing = np.where(updates_beside_compute(parts.view), 0.0, states)
-    is_quantised = parts.view.request.workload.optimizer == "adamw8bit"
-    passing = passing + (temporaries if is_quantised else 0.0)  # its kernel takes whole tensors, offloaded or not
-    temporaries = np.where(columns.offload_optimizer > 0, passing, temporaries)
-    gradients = held * sizes.gradient
-    return instant(parts, saved=none, gathered=none, gradients=gradients, buffers=none, temporaries=temporaries)
-
-
-def _ahead(parts: TermParts) -> Floats:
-    """Chunks of states that are loaded when the last backward ends: the staging, and as much as it has freed since its
-    first block's end."""
-    view, columns = parts.view, parts.view.columns
-    done = np.minimum(1.0, parts.num_blocks)
-    freed = np.maximum(parts.saved - parts.blocks.freed(done), 0.0)
-    begun = np.where(parts.has_gradients | has_buckets(view), 1.0, 0.0)
-    share = view.trained.total.unsharded * np.where(columns.zero >= 2, 1.0 / columns.shards, 1.0)
-    grown = (1 - begun) * share * view.sizes.gradient * (1 - done / np.maximum(parts.num_blocks, 1))
-    return chunks_within(view, columns.staging_bytes.astype(np.float64) + np.maximum(freed - grown, 0.0))
-
-
-def _largest_tensor(view: View) -> Floats:
-    """Unsharded elements of the largest tensor: a table or a matrix of a block."""
-    table = np.where(view.stage.holds_embedding | view.stage.holds_head, _table_elements(view), 0.0)
-    matrix = max((linear.num_parameters for kind in view.shape.kinds for linear in kind.linears), default=0)
-    return np.maximum(table, matrix / view.columns.tp)
-
-
-def instant(
-    parts: TermParts,
-    *,
-    saved: Floats,
-    gathered: Floats,
-    gradients: Floats,
-    buffers: Floats,
-    temporaries: Floats,
-    logits: Floats | float = 0.0,
-    unit_elements: Floats | None = None,
-) -> Terms:
-    """The terms of one instant, with those that are resident; `unit_elements`: of a unit that comes from the host."""
-    view = parts.view
-    unit = view.share.largest_padded if unit_elements is None else unit_elements
-    return {
-        **parts.rest,
-        Term.GRADIENTS: gradients + parts.delayed_gradients,
-        Term.GATHERED: gathered,
-        Term.ACTIVATIONS: saved,
-        Term.LOGITS: logits + np.zeros(len(view.columns)),
-        Term.COMM_BUFFERS: buffers + staged_weights(view, unit) + parts.delayed_chunks,
-        Term.TEMPORARIES: temporaries,
-    }
-
-
-def held_gathered(view: View) -> Floats:
-    """Weights in the compute dtype that are held through forward and backward, beyond the current block."""
-    columns, share, sizes = view.columns, view.share, view.sizes
-    casts = np.zeros(len(columns))
-    if sizes.is_mixed:
-        # the cast is part of a block's forward: recompute repeats it
-        recomputed = view.stage.recomputed
-        cast_share = 1 - (recomputed.num_full + recomputed.num_selective) / np.maximum(recomputed.held, 1)
-        held = share.root.unsharded + cast_share * (share.total.unsharded - share.root.unsharded)
-        # weights at rest in the compute dtype need no cast
-        casts = np.where(rests_in_compute(view), 0.0, (held - _unused_cast(view)) * sizes.compute)
-    return np.select(
-        [columns.zero == 0, columns.zero == 3],
-        [casts, share.root.padded * sizes.compute],
-        view.gathered_bytes(root=share.root.padded, blocks=share.total.padded - share.root.padded),
-    )
-
-
-def _unused_cast(view: View) -> Floats:
-    """Elements of the embedding's cast: its backward needs no weight, so it is freed unless the head is tied."""
-    table = _table_elements(view)
-    is_used = view.stage.holds_head if view.shape.tied_head else np.zeros(len(view.columns), dtype=bool)
-    return np.where(view.stage.holds_embedding & ~is_used, table, 0.0)
-
-
-def gradients_of_earlier(view: View) -> Floats:
-    """Gradients of earlier micro-batches when a backward begins."""
-    columns, share, sizes = view.columns, view.trained, view.sizes
-    return np.select(
-        [columns.zero == 0, columns.zero == 1],
-        [share.total.unsharded * sizes.gradient, share.total.unsharded * sizes.communication],
-        share.total.shard * sizes.gradient,
-    )
-
-
-def has_buckets(view: View) -> Bools:
-    """Whether DDP's buckets hold all gradients throughout; replicas of a pipeline have none."""
-    columns = view.columns
-    return (columns.zero == 0) & (columns.dp * columns.cp > 1) & (columns.pp == 1)
