@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 SequenceSplit = Literal["zigzag", "contiguous"]
@@ -49,3 +50,14 @@ def pairs_by_rank(length: int, *, degree: int, split: SequenceSplit, window: int
         attention_pairs(spans_of(padded, degree=degree, rank=rank, split=split), length=length, window=window)
         for rank in range(degree)
     ]
+
+
+def work_over_mean(
+    length: int, *, degree: int, split: SequenceSplit, windows: Sequence[int | None] = (None,)
+) -> list[float]:
+    """Each rank's pairs over the mean of the ranks, of layers with these windows."""
+    totals = [0] * degree
+    for window in sorted(set(windows), key=str):
+        pairs = pairs_by_rank(length, degree=degree, split=split, window=window)
+        totals = [total + windows.count(window) * each for total, each in zip(totals, pairs, strict=True)]
+    return [total * degree / sum(totals) for total in totals]

@@ -105,7 +105,7 @@ def with_choices(tables: Tables, *, on_gpu: bool, source: str = "the plan") -> P
 
 
 def with_whole_loss(tables: Tables) -> Tables:
-    """`tables` with logits in full unless they ask for a fused loss: an objective of pairs reads them."""
+    """`tables` with logits in full unless they ask for a fused loss: the objective reads them."""
     kernels = tables.get("kernels", {})
     if not isinstance(kernels, dict) or "loss" in kernels:
         return tables

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from tiny_run import (
     run_tables,
     state_digest,
     train_here,
-    write_corpus,
 )
 
 from weft.core.errors import BadValueError, NotBuiltError, NumbersError
@@ -31,13 +29,6 @@ from weft.train.ranks.process import leave
 ROWS = 8
 BASE = {"train.steps": 8, "model": GPT2, "evaluation.every": 4, "logging.tensorboard": False}  # with dropout
 BASE["ledger"] = {"measure": False, "dry_run": False}
-
-
-@pytest.fixture
-def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    yield write_corpus(tmp_path / "texts")
-    leave()
 
 
 def train(out: Path, corpus: Path, **settings: Any) -> dict[str, Any]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from planted import scripted_losses
-from tiny_run import call_weft, checkpoint_steps, metrics, run_tables, stop_after, train_here, write_corpus, write_run
+from tiny_run import call_weft, checkpoint_steps, metrics, run_tables, stop_after, train_here, write_run
 
 from weft.checkpoint.layout import read_best
 from weft.core.errors import BadValueError, CheckpointError, DataError
@@ -29,13 +28,6 @@ WATCHED = {
     "ledger": {"measure": False, "dry_run": False},
 }
 LOSSES = {1: 5.0, 2: 4.0, 3: 3.0, 4: 3.5, 5: math.nan}  # later ones: 3.2
-
-
-@pytest.fixture
-def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    yield write_corpus(tmp_path / "texts")
-    leave()
 
 
 def test_the_best_is_kept_and_the_run_ends(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:

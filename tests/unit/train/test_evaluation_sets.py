@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_run import call_weft, metrics, run_tables, train_here, write_corpus, write_run
+from tiny_run import call_weft, metrics, run_tables, train_here, write_run
 from transformers import AutoModelForCausalLM
 
 from weft.core.errors import BadValueError, DataError, TokenizerError
@@ -22,13 +21,6 @@ from weft.train.ranks.process import leave
 
 LENGTH = 32
 QUICK = {"measure": False, "dry_run": False}
-
-
-@pytest.fixture
-def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    yield write_corpus(tmp_path / "texts")
-    leave()
 
 
 def write_sets(folder: Path) -> list[dict[str, Any]]:

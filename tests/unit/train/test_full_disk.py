@@ -5,12 +5,11 @@ from __future__ import annotations
 import errno
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import checkpoint_steps, train_here, write_corpus
+from tiny_run import checkpoint_steps, train_here
 
 from weft.checkpoint import writer
 from weft.core.disk import no_space, writing
@@ -19,7 +18,6 @@ from weft.core.records import StepRecord
 from weft.train.folder.run_folder import RunFolder
 from weft.train.loggers.tensorboard import TensorBoard
 from weft.train.ranks.failures import as_weft_error
-from weft.train.ranks.process import leave
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 # A file system of 64 KiB in a mount namespace of its own, as root or as the root of a namespace of users.
@@ -36,13 +34,6 @@ while True:
     folder.metrics.append(StepRecord(step=step, loss=1.0, grad_norm=1.0, tokens=8, learning_rate=1e-3))
 ' "$1"
 """
-
-
-@pytest.fixture
-def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    yield write_corpus(tmp_path / "texts")
-    leave()
 
 
 def test_a_run_that_cannot_save_says_how_to_go_on(

@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-from tiny_run import call_weft, metrics, train_here, write_corpus, write_run
-
-from weft.train.ranks.process import leave
+from tiny_run import call_weft, metrics, train_here, write_run
 
 QUIET = {"ledger": {"measure": False, "dry_run": False}, "logging.tensorboard": False}
-
-
-@pytest.fixture
-def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    yield write_corpus(tmp_path / "texts")
-    leave()
 
 
 def names_in(trace: Path) -> list[str]:

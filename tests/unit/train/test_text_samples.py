@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_run import metrics, run_tables, stop_after, train_here, write_corpus
+from tiny_run import metrics, run_tables, stop_after, train_here
 from transformers import AutoModelForCausalLM
 
 from weft.core.errors import BadValueError, DataError
 from weft.core.run_spec import RunSpec
 from weft.report import write_report
 from weft.train.export import export_run
-from weft.train.ranks.process import leave
 
 PROMPTS = ["warp and ", "the loom"]
 QUICK = {"measure": False, "dry_run": False}
@@ -26,13 +24,6 @@ SETTINGS: dict[str, Any] = {
     "ledger": QUICK,
     "logging.tensorboard": False,
 }
-
-
-@pytest.fixture
-def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    yield write_corpus(tmp_path / "texts")
-    leave()
 
 
 def samples(run: Path) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import copy
 import functools
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,7 +119,7 @@ class _ProbedModel:
         changed = ids.clone()
         changed[:, _CHANGED] = (changed[:, _CHANGED] - 2) % 50 + 5
         positions = torch.arange(_LENGTH).expand(2, -1)
-        with torch.no_grad(), self._without_mixing():
+        with torch.no_grad(), replaced_attention(self.model, self._own_value, masks="sdpa"):
             try:
                 first, seen = self._forward(ids, positions)
             except TypeError as error:
@@ -178,23 +178,6 @@ class _ProbedModel:
             raise ValueError("its small model has logits that are not finite")
         return logits, seen
 
-    @contextmanager
-    def _without_mixing(self) -> Iterator[None]:
-        """Attention returns the value of each position itself."""
-        from transformers import AttentionInterface
-        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-
-        AttentionInterface.register(_NAME, self._own_value)
-        AttentionMaskInterface.register(_NAME, sdpa_mask)
-        configs = {id(config): config for module in self.model.modules() if (config := vars(module).get("config"))}
-        for config in configs.values():
-            config._attn_implementation_internal = _NAME
-        try:
-            yield
-        finally:
-            for interface in (AttentionInterface, AttentionMaskInterface):
-                interface._global_mapping.pop(_NAME, None)
-
     def _own_value(
         self, _module: nn.Module, query: Tensor, _key: Tensor, value: Tensor, mask: Any = None, **kwargs: Any
     ) -> Any:
@@ -203,6 +186,25 @@ class _ProbedModel:
         groups = query.shape[1] // value.shape[1]
         out = value.repeat_interleave(groups, 1) + query.mean(-1, keepdim=True)  # rotary positions show in queries
         return out.transpose(1, 2).contiguous(), None
+
+
+@contextmanager
+def replaced_attention(model: nn.Module, attend: Callable[..., Any], *, masks: str) -> Iterator[None]:
+    """Inside, `model` calls `attend`, with masks as those of the implementation `masks`. For a model of one use: it
+    keeps the name of the implementation."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+    AttentionInterface.register(_NAME, attend)
+    AttentionMaskInterface.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS[masks])
+    configs = {id(config): config for module in model.modules() if (config := vars(module).get("config"))}
+    for config in configs.values():
+        config._attn_implementation_internal = _NAME
+    try:
+        yield
+    finally:
+        for interface in (AttentionInterface, AttentionMaskInterface):
+            interface._global_mapping.pop(_NAME, None)
 
 
 def _first_tensor(out: Any) -> Tensor | None:

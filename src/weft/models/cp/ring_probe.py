@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes  # no public form; a dry run's tensors have no values
 
-from weft.models.cp.probe import FAILURES, Asked, small_model
+from weft.models.cp.probe import FAILURES, Asked, replaced_attention, small_model
 from weft.models.cp.softmax import Attention, is_allowed, own_function, scale_of, sinks_of, softmax_attention
 
-_NAME = "weft_ring_probe"
 _LENGTH = 16
 _SPREADS = (0.3, 20.0)  # of scores
 _DIFFERENCE = 1e-4  # some softmaxes are in float32
@@ -52,24 +49,9 @@ class _Comparison:
 
     def why_not(self) -> str:
         ids = torch.randint(3, 60, (2, _LENGTH), generator=torch.Generator().manual_seed(1))
-        with torch.no_grad(), self._compared():
+        with torch.no_grad(), replaced_attention(self._model, self._compare, masks=self._implementation):
             self._model(input_ids=ids, position_ids=torch.arange(_LENGTH).expand(2, -1), use_cache=False)
         return self._reasons[0] if self._reasons else ""
-
-    @contextmanager
-    def _compared(self) -> Iterator[None]:
-        from transformers import AttentionInterface
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
-
-        AttentionInterface.register(_NAME, self._compare)
-        AttentionMaskInterface.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS[self._implementation])
-        for config in {id(c): c for module in self._model.modules() if (c := vars(module).get("config"))}.values():
-            config._attn_implementation_internal = _NAME
-        try:
-            yield
-        finally:
-            for interface in (AttentionInterface, AttentionMaskInterface):
-                interface._global_mapping.pop(_NAME, None)
 
     def _compare(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **kwargs: Any

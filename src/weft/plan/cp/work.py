@@ -9,7 +9,7 @@ from typing import get_args
 
 from weft.core.model_shape import ModelShape
 from weft.core.plan import Plan
-from weft.core.sequence_split import SequenceSplit, pairs_by_rank
+from weft.core.sequence_split import SequenceSplit, work_over_mean
 
 SPLITS: tuple[SequenceSplit, ...] = get_args(SequenceSplit)
 
@@ -24,12 +24,6 @@ def work_by_split(plan: Plan, shape: ModelShape, length: int) -> dict[str, list[
         return {}
     found = [shape.kinds[kind].attention for kind in shape.order]
     windows = [attention.window for attention in found if attention is not None]
-    return {split: _over_mean(length, degree, split, windows) for split in SPLITS} if windows else {}
-
-
-def _over_mean(length: int, degree: int, split: SequenceSplit, windows: list[int | None]) -> list[float]:
-    totals = [0] * degree
-    for window in sorted(set(windows), key=str):
-        pairs = pairs_by_rank(length, degree=degree, split=split, window=window)
-        totals = [total + windows.count(window) * each for total, each in zip(totals, pairs, strict=True)]
-    return [total * degree / sum(totals) for total in totals]
+    if not windows:
+        return {}
+    return {split: work_over_mean(length, degree=degree, split=split, windows=windows) for split in SPLITS}

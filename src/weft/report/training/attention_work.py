@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from weft.core.sequence_split import SequenceSplit, pairs_by_rank
+from weft.core.sequence_split import SequenceSplit, work_over_mean
 from weft.report.chart import Chart, stack_figure, stack_legend
 from weft.report.fields import count, table, word
 from weft.report.folder import TrainingFolder
@@ -18,10 +18,7 @@ def draw_attention_work(folder: TrainingFolder) -> Chart | None:
     if degree is None or length is None or degree < 2 or word(policy.get("attention")) == "ulysses":
         return None
     splits: tuple[SequenceSplit, ...] = get_args(SequenceSplit)
-    work: dict[str, list[float]] = {}
-    for split in splits:
-        pairs = pairs_by_rank(length, degree=degree, split=split)
-        work[split] = [each * degree / sum(pairs) for each in pairs]
+    work = {str(split): work_over_mean(length, degree=degree, split=split) for split in splits}
     figure = stack_figure(
         [str(rank) for rank in range(degree)], work, title="over the mean", show="{:.3f}".format, bar_title="rank"
     )

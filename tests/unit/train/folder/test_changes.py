@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +81,6 @@ def test_a_checkpoint_of_before_has_no_run_and_one_of_after_may_have_other_keys(
     assert recorded_run({"run": {"future": {}}}, otherwise=run) is run
     other = run_with(train={"seed": 5})
     assert recorded_run({"run": other.model_dump(mode="json")}, otherwise=run) == other
-
-
-@pytest.fixture
-def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    yield write_corpus(tmp_path / "texts")
-    leave()
 
 
 def samples(run: Path) -> int:
