@@ -121,18 +121,7 @@ def _train(
         reference.write(folder)
         if bench.model_config is not None:
             bench.model_config.save_pretrained(str(folder.model_path))
-    earlier = folder.metrics.drop_after(bench.engine.steps_done) if process.is_main else []
-    for beside in (folder.experts, folder.samples) if process.is_main else ():
-        if beside.path.exists():
-            beside.drop_after(bench.engine.steps_done)
-    metrics = MetricsWriter(
-        folder,
-        is_writing=process.is_main,
-        tensorboard=job.run.logging.tensorboard,
-        earlier=earlier,
-        trackers=Trackers(job.run, folder.path) if process.is_main else None,
-    )
-    metrics.changed = tuple(change.key for change in resumed.changes if change.is_of_training)
+    metrics = _open_metrics(job, folder, resumed, process, step=bench.engine.steps_done)
     _introduce(display, bench, plan, process)
     if process.is_main and (job.run.data.sources or job.run.data.format != "text"):
         _show_data(job.run, bench, folder, display, position=resumed.samples)
@@ -162,19 +151,43 @@ def _train(
     facts = {
         "started": started,
         "elapsed_s": time.perf_counter() - started_s,
-        "status": outcome.status,
-        "steps": bench.engine.steps_done,
-        "ended": outcome.ending or None,
-        "best": loop.best.facts(),
-        "bad_steps": {"skipped": loop.bad_steps.num_skipped, "rewinds": loop.bad_steps.num_rewinds},
         "resumed_from": resumed_from,
-        "no_evaluation": bench.no_evaluation or None,
-        "epochs": bench.training.epochs(loop.samples),
+        **_facts(loop, bench, outcome),
         **comparable(metrics.records, history.read() if process.is_main else []),
     }
     ledger = _close(job, bench, account, watch, outcome, metrics, folder, display, process, facts, copies)
     bench.engine.close()
     return ledger
+
+
+def _open_metrics(job: Job, folder: RunFolder, resumed: Resumed, process: Process, *, step: int) -> MetricsWriter:
+    """The writer of the records after `step`; those of an earlier start that went further are dropped."""
+    earlier = folder.metrics.drop_after(step) if process.is_main else []
+    for beside in (folder.experts, folder.samples) if process.is_main else ():
+        if beside.path.exists():
+            beside.drop_after(step)
+    metrics = MetricsWriter(
+        folder,
+        is_writing=process.is_main,
+        tensorboard=job.run.logging.tensorboard,
+        earlier=earlier,
+        trackers=Trackers(job.run, folder.path) if process.is_main else None,
+    )
+    metrics.changed = tuple(change.key for change in resumed.changes if change.is_of_training)
+    return metrics
+
+
+def _facts(loop: TrainingLoop, bench: Workbench, outcome: LoopOutcome) -> dict[str, Any]:
+    """What the loop did, for the ledger."""
+    return {
+        "status": outcome.status,
+        "steps": bench.engine.steps_done,
+        "ended": outcome.ending or None,
+        "best": loop.best.facts(),
+        "bad_steps": {"skipped": loop.bad_steps.num_skipped, "rewinds": loop.bad_steps.num_rewinds},
+        "no_evaluation": bench.no_evaluation or None,
+        "epochs": bench.training.epochs(loop.samples),
+    }
 
 
 def _run_loop(
