@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from weft.verify.checks import check_tensors
 from weft.verify.evidence import Evidence
-from weft.verify.reference import RunTrace, Tensors
+from weft.verify.run_trace import RunTrace, Tensors
 from weft.verify.verdict import Check, Finding
 
 NAME, RULE = "buffers", 11

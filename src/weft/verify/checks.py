@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from weft.verify.reference import RunTrace, Tensors
+from weft.verify.run_trace import RunTrace, Tensors
 from weft.verify.tolerances import NOISE_SHARE, Bound, envelope, scalar_bound, tensor_bound
 from weft.verify.verdict import Check, Finding, Worst
 

@@ -34,8 +34,9 @@ from weft.verify.expert_checks import allowed_choices, check_biases, check_drops
 from weft.verify.facts import check_dtypes, check_initial, check_replicas, check_rows
 from weft.verify.layouts import coordinates_of
 from weft.verify.low_update import LowUpdate, check_updates
-from weft.verify.reference import Exercise, RunTrace, Tensors, has_experts, one_update
+from weft.verify.reference import one_update
 from weft.verify.references import References
+from weft.verify.run_trace import Exercise, RunTrace, Tensors, has_experts
 from weft.verify.tolerances import (
     CODE_ROUNDOFF,
     NOISE_SHARE,

@@ -23,12 +23,6 @@ from weft.models.pp.split import split_model
 from weft.verify.eight_bit import round_moments
 from weft.verify.plain_optimizers import plain_optimizer, set_rate
 from weft.verify.reference import (
-    Batch,
-    BatchSplit,
-    Exercise,
-    ReferencePrecision,
-    RunTrace,
-    Tensors,
     add_gradients,
     clip_gradients,
     copy_weights,
@@ -39,6 +33,7 @@ from weft.verify.reference import (
     prepare,
     states_of,
 )
+from weft.verify.run_trace import Batch, BatchSplit, Exercise, ReferencePrecision, RunTrace, Tensors
 
 OFFLOAD = "offload"
 

@@ -30,7 +30,7 @@ from weft.verify.coded_sums import GATHERS, SUMS, SumEvidence, SumWatch
 from weft.verify.eight_bit import decode_moments
 from weft.verify.float8_check import wrong_products
 from weft.verify.low_update import LowPrecisionStep
-from weft.verify.reference import RunTrace, Tensors
+from weft.verify.run_trace import RunTrace, Tensors
 
 LOW_UPDATES = 2  # recorded updates of an optimizer that rounds: the first has no moments before it
 

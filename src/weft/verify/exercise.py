@@ -30,7 +30,7 @@ from weft.models.matrices import matrix_names
 from weft.train.rate import learning_rate_at
 from weft.verify.borders import Borders
 from weft.verify.low_update import FIRST, SECOND
-from weft.verify.reference import BatchSplit, Exercise, ReferencePrecision, Tensors
+from weft.verify.run_trace import BatchSplit, Exercise, ReferencePrecision, Tensors
 
 CPU = torch.device("cpu")
 # Small enough that no gradient of a fresh model overflows float16: a skipped step would prove nothing.

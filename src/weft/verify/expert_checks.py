@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from weft.verify.evidence import Evidence
-from weft.verify.reference import RunTrace, Tensors
+from weft.verify.run_trace import RunTrace, Tensors
 from weft.verify.verdict import Check, Finding
 
 LOAD, DROPS, BIAS, RULE = "expert load", "dropped choices", "router bias", 13

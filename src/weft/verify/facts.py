@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from weft.core.records import DtypeRecord
-from weft.verify.reference import Batch, Tensors
+from weft.verify.run_trace import Batch, Tensors
 from weft.verify.verdict import Check, Finding
 
 IGNORED = -100

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from weft.data.split import held_out_documents
-from weft.verify.reference import Tensors
+from weft.verify.run_trace import Tensors
 
 EVAL_FRACTION = 0.5
 _TRAINED, _OTHER, _NUM_LETTERS = b"a"[0], b"!"[0], 23

@@ -6,15 +6,12 @@ Blocks of codes are those of a parameter here and of a rank's share there, so th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from weft.verify.plain_codes import rounded_like
-
-if TYPE_CHECKING:
-    from weft.verify.reference import ReferencePrecision, Tensors
+from weft.verify.run_trace import ReferencePrecision, Tensors
 
 
 class RankSums:

@@ -14,7 +14,8 @@ from weft.core.plan import Plan
 from weft.verify.delayed_reference import Delay, run_delayed
 from weft.verify.exercise import Subject, at_rest, joint_split, plan_precision, plan_split
 from weft.verify.late_division import is_fused
-from weft.verify.reference import TRUTH, BatchSplit, Exercise, ReferencePrecision, RunTrace, has_experts, run_reference
+from weft.verify.reference import run_reference
+from weft.verify.run_trace import TRUTH, BatchSplit, Exercise, ReferencePrecision, RunTrace, has_experts
 from weft.verify.tolerances import (
     ALONG_SHARE,
     ROUTED_ALONG,

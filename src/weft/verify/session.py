@@ -47,10 +47,10 @@ from weft.verify.float8_check import check_products
 from weft.verify.layouts import plan_name
 from weft.verify.planned import PlannedCollectives, check_collectives
 from weft.verify.prediction import check_prediction
-from weft.verify.reference import Exercise, Tensors
 from weft.verify.references import ReferenceCache, References
 from weft.verify.repeatable import repeatable
 from weft.verify.router_reference import is_declared, require_declared, require_verifiable
+from weft.verify.run_trace import Exercise, Tensors
 from weft.verify.short_stretches import CHUNK_TOKENS, has_chunked_loss, short_chunks
 from weft.verify.verdict import Check, Verdict, at_place
 from weft.verify.whole_runs import WholeRuns

@@ -32,8 +32,8 @@ from weft.verify.layouts import other_layout, plan_name
 from weft.verify.oracle import Oracle
 from weft.verify.oracle.adapter import AdaptedPlainModel
 from weft.verify.oracle_facts import collect_facts
-from weft.verify.reference import RunTrace
 from weft.verify.references import ReferenceCache, References
+from weft.verify.run_trace import RunTrace
 from weft.verify.verdict import Check, Finding, at_place
 
 LOOSE_CLIP = 10.0  # above the norms of fresh models: gradients are not clipped

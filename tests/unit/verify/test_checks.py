@@ -14,7 +14,7 @@ from weft.core.records import DtypeRecord
 from weft.verify.checks import check_same_bits, check_scalars, check_tensors, worst_scalars
 from weft.verify.facts import check_dtypes, check_initial, check_replicas, check_rows
 from weft.verify.layouts import coordinates_of, other_layout, plan_name
-from weft.verify.reference import RunTrace
+from weft.verify.run_trace import RunTrace
 from weft.verify.tolerances import SLACK, UNIT_ROUNDOFF
 
 TRUTH = {"a": torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64), "b": torch.ones(3, dtype=torch.float64)}

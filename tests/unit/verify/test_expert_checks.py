@@ -6,7 +6,7 @@ import torch
 
 from weft.verify.evidence import Evidence
 from weft.verify.expert_checks import LEAST, allowed_choices, check_biases, check_drops, check_loads
-from weft.verify.reference import RunTrace
+from weft.verify.run_trace import RunTrace
 
 LAYER, BIAS, RATE = "layers.0.experts", "layers.0.gate.bias", 1e-3
 CHOICES = torch.tensor([[0, 1]] * 12 + [[0, 2]] * 6 + [[3, 2]] * 6)  # 18, 12, 12 and 6 of a mean of 12

@@ -11,7 +11,8 @@ from tiny import FAMILIES, build_engine
 
 from weft.engine.kernels import cpu_matmul as cpu_products
 from weft.models.build import build_config, build_skeleton
-from weft.verify.reference import BatchSplit, ReferencePrecision, prepare
+from weft.verify.reference import prepare
+from weft.verify.run_trace import BatchSplit, ReferencePrecision
 
 CHECK = """
 import torch
