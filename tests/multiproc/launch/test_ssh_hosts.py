@@ -115,7 +115,8 @@ def test_nothing_secret_is_in_a_list_of_processes(hosts: NetHosts, tmp_path: Pat
         assert b"HF_TOKEN=a-secret" in Path(f"/proc/{rank}/environ").read_bytes()
         assert not any(b"a-secret" in line for line in lines)
         process.send_signal(signal.SIGINT)
-        assert process.wait(PATIENCE_S) == 0  # Ctrl-C: the ranks of all hosts have saved
+        _, err = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0, err  # Ctrl-C: the ranks of all hosts have saved
     assert all((tmp_path / f"saved-{rank}").exists() for rank in (0, 1))
     wait_for(lambda: not ours(hosts), patience_s=BOUND_S)
 

@@ -1,15 +1,19 @@
 """`StopFlag`: SIGINT and SIGTERM ask the training loop to stop; they do not interrupt it.
 
 It saves nothing and communicates with no rank: the loop reads `requested`, agrees with the other ranks, saves, and
-exits with 0.
+exits with 0. A launcher of several hosts sends SIGTERM to each of them, and a rank may have stopped with the others
+before its own arrives; so a rank that has ended ignores SIGTERM: dying of it would report that nothing was saved.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
 from typing import Any
+
+from weft.train.ranks.environment import is_torchrun_rank
 
 
 class StopFlag:
@@ -30,8 +34,10 @@ class StopFlag:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        is_rank = is_torchrun_rank(os.environ)
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            is_late = is_rank and number == signal.SIGTERM and handler is signal.SIG_DFL
+            signal.signal(number, signal.SIG_IGN if is_late else handler)
         self._previous.clear()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

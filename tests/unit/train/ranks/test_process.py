@@ -138,6 +138,22 @@ def test_signals_only_set_the_flag() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_rank_that_has_ended_outlives_a_late_request_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several hosts are told one after the other, and ranks agree on a stop before the last one is."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "weft")
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with StopFlag():
+            pass
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+        with StopFlag() as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_a_flag_outside_the_main_thread_is_harmless() -> None:
     seen: list[bool] = []
 
