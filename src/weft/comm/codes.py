@@ -34,7 +34,9 @@ def encode(values: Tensor, name: str) -> Tensor:
     rows, count = values.shape
     blocks = _in_blocks(values.float())
     least, most = torch.aminmax(blocks, dim=2)
-    scales = torch.maximum(most, -least).div_(_LARGEST[name]).clamp_min_(_SMALLEST_SCALE)
+    # a tensor: CUDA divides by a number as it multiplies by its reciprocal, which may be another last bit
+    largest = torch.full((), _LARGEST[name], device=values.device)
+    scales = torch.maximum(most, -least).div_(largest).clamp_min_(_SMALLEST_SCALE)
     scaled = (blocks / scales.unsqueeze(2)).view(rows, -1)[:, :count]
     codes = scaled.round_().to(torch.int8) if name == "int8" else scaled.clamp_(-448.0, 448.0).to(E4M3)
     dtype = WIRE_DTYPES[name]

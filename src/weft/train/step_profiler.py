@@ -66,6 +66,7 @@ class StepProfiler:
                 schedule=lambda index: self._action(begun + index),
                 on_trace_ready=self._write,
                 profile_memory=self._spec.memory,
+                acc_events=True,  # else torch warns that a new cycle would clear them
             )
             self._recorder.start()
         if step == self._spec.first_step and self._spec.memory and self._device.type == "cuda":

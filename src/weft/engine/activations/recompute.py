@@ -44,7 +44,7 @@ from weft.models.layout import ModelLayout
 
 # Operators by packet. bmm and baddbmm are missing on purpose: they are the two products of eager attention.
 _GROUPED = frozenset({"aten._grouped_mm", "transformers.grouped_mm_fallback"})
-_PRODUCTS = frozenset({"aten.mm", "aten.addmm", "aten._scaled_mm"}) | _GROUPED
+_PRODUCTS = frozenset({"aten.mm", "aten.addmm", "aten._scaled_mm", "weft.scaled_mm"}) | _GROUPED
 _ATTENTION = ("aten._scaled_dot_product_", "aten._flash_attention_forward", "aten._efficient_attention_forward")
 _COLLECTIVES = "_c10d_functional."  # sending twice costs more than saving
 # Marks of the profiler around hooks of `fully_shard`, whose number differs between the two forwards of a block.

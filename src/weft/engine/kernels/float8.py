@@ -28,7 +28,18 @@ from weft.core.float8_section import Float8, Float8Choice
 from weft.engine.activations.split_backward import LateGradient, SplitBackward
 from weft.engine.kernels.float8_accuracy import Float8Layers, LayerAccuracy
 from weft.engine.kernels.float8_experts import apply_to_experts, names_of_experts
-from weft.engine.kernels.float8_operands import E4M3, E5M2, WHOLE, Role, Sharing, codes_of, scale_of, whole_operand
+from weft.engine.kernels.float8_operands import (
+    E4M3,
+    E5M2,
+    UNIT,
+    WHOLE,
+    Role,
+    Sharing,
+    codes_of,
+    padded_codes,
+    scale_of,
+    whole_operand,
+)
 from weft.engine.kernels.float8_scaling import Scaling, scaling_of
 from weft.engine.tp.context import TPContext
 from weft.engine.wrap_forward import is_wrapped, replace_own
@@ -234,10 +245,13 @@ def _multiply(
 def multiply_on_gpu(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, *, is_fast: bool
 ) -> Tensor:
+    columns = right.shape[1]
+    left, right = padded_codes(left, UNIT), padded_codes(right.t(), UNIT, row_multiple=UNIT).t()
     # private, no public form: tests/gpu/test_fast_path_gpu.py fails when it moves
-    return torch._scaled_mm(
+    out: Tensor = torch._scaled_mm(
         left, right, scale_a=left_scale, scale_b=right_scale, out_dtype=dtype, use_fast_accum=is_fast
     )
+    return out if out.shape[1] == columns else out[:, :columns].contiguous()
 
 
 def _linears(model: nn.Module, layout: ModelLayout) -> Iterator[tuple[str, nn.Linear]]:

@@ -31,6 +31,7 @@ from weft.core.float8_section import Float8Recipe
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK, MX_BLOCK, NV_BLOCK = 128, 32, 16
+UNIT = 16  # the hardware's: of contractions and outputs
 E2M1_MOST = 6.0
 Role = Literal["activation", "weight", "gradient"]
 _LEAST = 1e-12  # the largest magnitude of zeros
@@ -110,13 +111,13 @@ def codes_of(values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _by_tensor(values: Tensor, dtype: torch.dtype, sharing: Sharing) -> Operand:
-    values = padded(values, 16)
+    values = padded(values, UNIT)
     factor = scale_of(sharing.largest(values.abs().amax().float(), is_of_row=False), dtype)
     return whole_operand(codes_of(values, factor, dtype), factor.reciprocal())
 
 
 def _by_row(values: Tensor, sharing: Sharing) -> Operand:
-    values = padded(values, 16)  # the hardware's requirement
+    values = padded(values, UNIT)
     factor = scale_of(sharing.largest(values.abs().amax(1, keepdim=True).float(), is_of_row=True), E4M3)
     return Operand(codes_of(values, factor, E4M3), factor.reciprocal(), (1, values.shape[1]))
 
@@ -167,3 +168,8 @@ def padded(values: Tensor, multiple: int, *, row_multiple: int = 1) -> Tensor:
     if columns % multiple == 0 and rows % row_multiple == 0:
         return values
     return F.pad(values, (0, -columns % multiple, 0, -rows % row_multiple))
+
+
+def padded_codes(codes: Tensor, multiple: int = 1, *, row_multiple: int = 1) -> Tensor:
+    """The same for codes, as bytes: torch pads no float8."""
+    return padded(codes.view(torch.uint8), multiple, row_multiple=row_multiple).view(codes.dtype)

@@ -19,7 +19,8 @@ class FlopCounter:
         self.total = 0
 
     def saw(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        formula = _FORMULAS.get(getattr(func, "overloadpacket", None))
+        packet = getattr(func, "overloadpacket", None)
+        formula = _FORMULAS.get(packet, flop_registry.get(packet))
         if formula is not None:
             self.total += int(formula(*args, **kwargs, out_val=result))
 
@@ -58,7 +59,6 @@ aten = torch.ops.aten
 _KERNELS = ("flash", "efficient", "cudnn")
 # Attention is counted here: torch's formulas refuse grouped-query attention in 2.11 and lack the CPU kernel.
 _FORMULAS: dict[Any, Any] = {
-    **flop_registry,
     **{getattr(aten, f"_scaled_dot_product_{kernel}_attention"): _attention for kernel in _KERNELS},
     **{getattr(aten, f"_scaled_dot_product_{kernel}_attention_backward"): _attention_backward for kernel in _KERNELS},
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,

@@ -157,6 +157,7 @@ def test_every_operator_that_is_kept_exists() -> None:
     fused = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
     for name in (*named, *(f"_scaled_dot_product_{kernel}" for kernel in fused)):
         assert recompute.is_saved(getattr(torch.ops.aten, name).default)
+    assert recompute.is_saved(torch.ops.weft.scaled_mm.default)
     assert not any(recompute.is_saved(getattr(torch.ops.aten, name).default) for name in ("bmm", "baddbmm", "silu"))
 
 
