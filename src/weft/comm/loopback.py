@@ -7,6 +7,7 @@ real, the network takes no time: an upper bound on speed, and the memory of a re
     reduce-scatter  own slot of the input       as if every other rank had sent zeros to a sum, or the same to a mean
     all-to-all      the input                   as if every rank sent what is sent to it: sizes are those of this rank
     all-reduce      unchanged
+    send, receive   what this rank sent last: as if every rank of a ring sent the same
 
 Torch's `fake` process group does not suffice: the values it leaves in the slots are undefined and differ by version
 (2.11 leaves reduced gradients uninitialised). Garbage or zeros draw less power than weights and run at higher clocks,
@@ -51,6 +52,7 @@ class LoopbackGroup(_Base):  # type: ignore[misc]
     def __init__(self, rank: int, size: int, *, name: str) -> None:
         super().__init__(rank, size)
         self._name = name
+        self._sent: list[Tensor] = []
 
     @property
     def group_name(self) -> str:
@@ -90,6 +92,17 @@ class LoopbackGroup(_Base):  # type: ignore[misc]
         return FakeWork()
 
     broadcast = allreduce
+
+    def send(self, tensors: list[Tensor], _to: int, _tag: int) -> FakeWork:
+        self._sent += tensors
+        return FakeWork()
+
+    def recv(self, tensors: list[Tensor], _from: int, _tag: int) -> FakeWork:
+        for tensor in tensors:
+            if not self._sent:
+                raise ValueError("a loopback receives what was sent before: nothing was")
+            tensor.copy_(self._sent.pop(0))
+        return FakeWork()
 
     def barrier(self, opts: Any = None) -> FakeWork:
         return FakeWork()

@@ -1,7 +1,8 @@
-"""`weft bench step`: speed and memory of a step, measured on a single rank of any data-parallel plan.
+"""`weft bench step`: speed and memory of a step, measured on a single rank of any plan whose ranks do equal work.
 
 A plan of many ranks is measured as its rank 0 with collectives replaced by local copies (`comm.loopback`): compute and
-memory of a rank without a network, so an upper bound of speed. Tokens are random. Steps are timed by device events
+memory of a rank without a network, so an upper bound of speed. Tokens are random. A rank of context parallelism has a
+part of each row: its tokens are counted, and its loss is its part of the mean. Steps are timed by device events
 without synchronisation between them; peaks are of the timed steps; kernels are those of one more step.
 
     MFU = tokens/s x FLOP per token / peak FLOP/s of the device in the plan's compute dtype
@@ -83,16 +84,24 @@ class Bench:
 
     @property
     def tokens(self) -> int:
-        return self.rows * self.run.data.sequence_length
+        """Of one rank."""
+        return self.rows * self.run.data.sequence_length // self.plan.mesh.cp
 
 
 def require_measurable(plan: Plan) -> None:
-    """Require a purely data-parallel plan: only there one rank represents all."""
-    if plan.mesh.tp * plan.mesh.pp * plan.mesh.cp > 1:
+    """Require a plan of which one rank represents all."""
+    if plan.mesh.tp * plan.mesh.pp > 1:
         raise NotBuiltError(
-            "bench step measures one rank of a data-parallel plan, but the ranks of this plan depend on each other:"
-            f" mesh.tp = {plan.mesh.tp}, mesh.pp = {plan.mesh.pp}, mesh.cp = {plan.mesh.cp}",
-            hint="set mesh.tp, mesh.pp and mesh.cp to 1, or train a few steps and read the ledger",
+            "bench step measures one rank alone, but the ranks of this plan depend on each other:"
+            f" mesh.tp = {plan.mesh.tp}, mesh.pp = {plan.mesh.pp}",
+            hint="set mesh.tp and mesh.pp to 1, or train a few steps and read the ledger",
+        )
+    policy = plan.context_parallel
+    if plan.mesh.cp > 1 and policy.split == "contiguous" and policy.attention != "ulysses":
+        raise NotBuiltError(
+            "bench step measures rank 0, which has the least attention of all with context_parallel.split ="
+            " 'contiguous'",
+            hint="set context_parallel.split = 'zigzag', which gives every rank the same work",
         )
 
 
@@ -116,6 +125,8 @@ def measure_engine(bench: Bench) -> tuple[Timed, list[TechniqueRecord], tuple[st
 
 def measure_plain(bench: Bench) -> Timed:
     """A plain Hugging Face loop on one device: bf16 autocast, torch's own AdamW, clipping; the same rows."""
+    if bench.plan.mesh.cp > 1:
+        return Timed(name="plain HF", failed="has no context parallelism")
     config = build_config(bench.run.model, vocab_size=1)
     try:
         model = _plain_model(bench, config)

@@ -59,6 +59,24 @@ def test_a_rank_of_experts_gets_as_many_rows_as_it_sends(dispatcher: str) -> Non
     assert timed.loss_last != timed.loss_first
 
 
+@pytest.mark.parametrize("attention", ["gather", "ring", "ulysses"])
+def test_a_rank_of_a_context_has_a_part_of_each_row(attention: str) -> None:
+    bench = bench_of({"mesh": {"dp_shard": 2, "cp": 4}, "context_parallel": {"attention": attention}})
+    timed, *_ = measure_engine(bench)
+    assert bench.tokens == 2 * 16 / 4
+    assert 3.0 < 4 * timed.loss_first < 5.5, "the loss of a part of the row is its part of the mean"
+    assert timed.loss_last != timed.loss_first
+
+
+def test_a_rank_with_less_work_than_others_is_refused() -> None:
+    with pytest.raises(NotBuiltError, match="the least attention"):
+        measure_engine(bench_of({"mesh": {"cp": 2}, "context_parallel": {"split": "contiguous"}}))
+
+
+def test_a_plain_loop_has_no_context() -> None:
+    assert measure_plain(bench_of({"mesh": {"cp": 2}})).failed == "has no context parallelism"
+
+
 def test_the_plain_loop_has_the_same_rows() -> None:
     plain = measure_plain(bench_of({"mesh": {"dp_shard": 8}}))
     assert plain.tokens_per_s > 0
@@ -67,7 +85,7 @@ def test_the_plain_loop_has_the_same_rows() -> None:
 
 @pytest.mark.parametrize("axis", ["tp", "pp"])
 def test_ranks_that_wait_for_each_other_are_refused(axis: str) -> None:
-    with pytest.raises(NotBuiltError, match="one rank of a data-parallel plan"):
+    with pytest.raises(NotBuiltError, match="depend on each other"):
         measure_engine(bench_of({"mesh": {axis: 2}}))
 
 
