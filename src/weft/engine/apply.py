@@ -144,7 +144,7 @@ def apply_plan(
     pp: PipelineRuntime | None = None
     if split_plan is not None:
         strategy.prefetch_within_stages([split_plan.split.stages[stage] for stage in split_plan.own])
-        pp = build_pipeline(model, layout, own, split_plan, topology, device=device)
+        pp = build_pipeline(model, layout, own, split_plan, topology, device=device, gather=plan.coded_gather)
     axes = Axes((*sharding, *((pp,) if pp is not None else ()), *topology.replicated_axes()))
     routers.count_on(axes)
     return Applied(

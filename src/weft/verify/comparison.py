@@ -32,6 +32,7 @@ from weft.verify.evidence import Evidence
 from weft.verify.exercise import plan_precision
 from weft.verify.expert_checks import allowed_choices, check_biases, check_drops, check_loads
 from weft.verify.facts import check_dtypes, check_initial, check_replicas, check_rows
+from weft.verify.forward_weights import check_forward_weights
 from weft.verify.layouts import coordinates_of
 from weft.verify.low_update import LowUpdate, check_updates
 from weft.verify.reference import one_update
@@ -101,6 +102,9 @@ class Comparison:
             check_initial(self.exercise.initial, found.initial, describe_owner=self._owner),
             check_dtypes(found.dtypes),
             *(one.check() for one in found.coded),
+            check_forward_weights(
+                found.forward_weights, never_flushes=self.plan.never_flushes, describe_rank=self._describe
+            ),
             check_scalars("loss", truth.losses, same.losses, found.losses, rule=1, least=allowance.losses),
             self._gradients(truth, same, dtype=self.plan.precision.policy().weights)[0],
             check_scalars("gradient norm", truth.norms, same.norms, found.norms, rule=2, least=allowance.norms),

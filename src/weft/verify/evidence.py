@@ -5,7 +5,6 @@ Every function here is collective: all ranks call it, rank 0 keeps the tensors.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -29,9 +28,11 @@ from weft.verify.checks import Block
 from weft.verify.coded_sums import GATHERS, SUMS, SumEvidence, SumWatch
 from weft.verify.eight_bit import decode_moments
 from weft.verify.float8_check import wrong_products
+from weft.verify.forward_weights import Seen, WeightWatch, digest
 from weft.verify.low_update import LowPrecisionStep
 from weft.verify.run_trace import RunTrace, Tensors
 
+WATCHED_STEPS = 2  # whose forwards are watched: the second has weights that an update made
 LOW_UPDATES = 2  # recorded updates of an optimizer that rounds: the first has no moments before it
 
 
@@ -51,6 +52,7 @@ class Evidence(RunTrace):
     updates: list[LowPrecisionStep] = field(default_factory=list)  # the first ones, if the optimizer rounds
     exact_gradients: Tensors = field(default_factory=dict)  # the first ones, of a run without that rounding
     coded: tuple[SumEvidence, ...] = ()  # sums and gathers of the first steps that travel as codes
+    forward_weights: list[list[Seen]] = field(default_factory=list)  # of the first steps, by step and rank
 
 
 def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], evaluation: Sequence[Batch]) -> Evidence:
@@ -72,18 +74,21 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
     if any(engine.float8.values()):
         evidence.wrong_products = _of_all_ranks(wrong_products(engine))
     engine.on_gradients = keep
-    last, sums = len(batches) - 1, SumWatch()
+    last, sums, weights = len(batches) - 1, SumWatch(), WeightWatch(engine)
     num_watched = min(last, 2 if engine.plan.data_parallel.error_feedback else 1)  # a second step has errors to add
     for step, (batch, rate) in enumerate(zip(batches, rates, strict=True)):
         if step == last:  # DDP has rebuilt its buckets before it
             engine.on_gradients = None
             meter = StepMeter(engine)
-            with meter.measuring():
+            with meter.measuring(), weights.watching() if step < WATCHED_STEPS else nullcontext():
                 meter.next_step()
                 record = _step(engine, batch, rate, evidence)
             evidence.traffic = meter.traffic
         else:
-            with sums.watching() if step < num_watched else nullcontext():
+            with (
+                sums.watching() if step < num_watched else nullcontext(),
+                weights.watching() if step < WATCHED_STEPS else nullcontext(),
+            ):
                 record = _step(engine, batch, rate, evidence)
             if step == num_watched - 1:
                 evidence.coded = tuple(one for one in map(sums.judge, (SUMS, GATHERS)) if one.format)
@@ -97,6 +102,7 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
         if step in (0, last):  # after the first: state left by an evaluation must not change later steps
             evidence.eval_losses.append(engine.evaluate(evaluation).loss)
     engine.on_gradients = None
+    evidence.forward_weights = weights.gather()
     evidence.dtypes = engine.dtypes()
     state = _over_stages(engine, _full_state(engine))
     evidence.weights = _with_prefix(state, MODEL)
@@ -242,7 +248,7 @@ def _block(chunks: Sequence[Chunk]) -> Block:
 
 def _digests(state: Tensors, *, device: torch.device) -> dict[str, list[int]]:
     """62-bit digests of the full tensors, by rank."""
-    mine = torch.tensor([_digest(state[key]) for key in sorted(state)], dtype=torch.int64, device=device)
+    mine = torch.tensor([digest(state[key]) for key in sorted(state)], dtype=torch.int64, device=device)
     tables = _gather(mine)
     return {key: [int(table[index]) for table in tables] for index, key in enumerate(sorted(state))}
 
@@ -251,15 +257,10 @@ def _owned_digests(engine: Engine) -> dict[str, list[int]]:
     """Digests of the changed buffers, from each rank that has them."""
     held: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(
-        held, {name: _digest(full_tensor(value)) for name, value in engine.buffer_sync.values().items()}
+        held, {name: digest(full_tensor(value)) for name, value in engine.buffer_sync.values().items()}
     )
     names = dict.fromkeys(name for of_rank in held for name in of_rank)
     return {name: [of_rank[name] for of_rank in held if name in of_rank] for name in names}
-
-
-def _digest(tensor: torch.Tensor) -> int:
-    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 2
 
 
 def _gather(mine: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:

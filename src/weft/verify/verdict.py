@@ -25,6 +25,7 @@ RULES = {
     11: "buffers that forwards change are those of one process, equal on every rank",
     12: "code shared by all layouts (model, loss, update, schedule, data, export) agrees with torch and transformers",
     13: "choices of experts are counted once, over the global batch; biases follow the counts, alike on all ranks",
+    14: "all copies of a parameter compute with equal weights",
     10: "servers hold the rows of one process: every update once, weighted by its samples, in a known order",
 }
 
@@ -32,6 +33,7 @@ SHOWN_NAMES = 4  # of parameters, in a line of text; JSON has all
 
 # Checks that follow one run step by step: a wrong update in step 1 causes a wrong loss in step 2.
 BY_STEP = (
+    "forward weights",
     "loss",
     "gradients",
     "gradient norm",

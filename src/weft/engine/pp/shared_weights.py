@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from weft.comm.observer import wire_format
 from weft.engine.mesh import Topology
 from weft.engine.ownership import local
 from weft.engine.precision import zero_gradient
@@ -35,7 +36,8 @@ class SharedWeights:
         for parameter in (parameters[name] for name in self.names if name in parameters):
             if parameter.grad is None:
                 parameter.grad = zero_gradient(parameter)
-            works.append(dist.all_reduce(local(parameter.grad), group=self.group, async_op=True))
+            with wire_format("tied", "float32"):  # not over data-parallel ranks: no part of precision.reduce
+                works.append(dist.all_reduce(local(parameter.grad), group=self.group, async_op=True))
         return works
 
     @torch.no_grad()
