@@ -23,7 +23,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "dryrun": ("weft dryrun run.toml --plan plan.toml --device H200",),
     "train": ("weft train", "weft train run.toml --plan plan.toml --nproc 4", "weft train --resume runs/first"),
     "launch": ("weft launch --on slurm --nodes 2 -- train run.toml --plan plan.toml",),
-    "verify": ("weft verify run.toml --plan plan.toml --nproc 4", "weft verify --all"),
+    "verify": (
+        "weft verify run.toml --plan plan.toml --nproc 4",
+        "weft verify --all",
+        "weft verify --script train.py --nproc 2 -- --batch 8",
+    ),
     "ui": ("weft ui runs",),
     "report": ("weft report runs/first",),
     "profile": ("weft profile run.toml --plan plan.toml", "weft profile runs/first --steps 2"),

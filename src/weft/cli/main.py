@@ -44,7 +44,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for verb in (new, plan, inference, schedule, dryrun, train, verify, export, generate, report, profile, ui, doctor):
-    app.command(epilog=examples_of(verb.__name__))(verb)
+    context = {"allow_extra_args": True} if verb is verify else None  # arguments of a script
+    app.command(epilog=examples_of(verb.__name__), context_settings=context)(verb)
 app.add_typer(bench_app)
 app.add_typer(comm_app)
 app.add_typer(server_app)

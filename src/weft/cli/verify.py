@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weft.cli.options import DeviceChoice, NumRanks, RunFile, Settings
+from weft.core.errors import BadValueError
 
 if TYPE_CHECKING:  # imported inside the verb, to keep `weft --help` fast
     from weft.verify.request import VerifyRequest
@@ -19,6 +20,7 @@ if TYPE_CHECKING:  # imported inside the verb, to keep `weft --help` fast
 
 
 def verify(
+    context: typer.Context,
     run: RunFile = None,
     plan: Annotated[Path | None, typer.Option(help="plan.toml: the layout to verify.")] = None,
     nproc: NumRanks = None,
@@ -26,6 +28,9 @@ def verify(
     as_is: Annotated[bool, typer.Option("--as-is", help="Do not shrink the model, the rows or the batch.")] = False,
     all_plans: Annotated[bool, typer.Option("--all", help="Verify every legal plan of this number of ranks.")] = False,
     matrix: Annotated[Path | None, typer.Option(help="The HTML file that --all writes.")] = None,
+    script: Annotated[
+        Path | None, typer.Option(help="A training script of your own; its arguments follow --.", show_default=False)
+    ] = None,
     settings: Settings = None,
     device: Annotated[
         DeviceChoice, typer.Option(help="Where to verify; auto takes GPUs where there are enough.")
@@ -34,7 +39,14 @@ def verify(
 ) -> None:
     """Compare a plan's losses, gradients, norms, weights, resume and export with a one-process reference.
 
-    A run.toml with a [server] table is verified on parameter servers: every optimizer, mode and layout."""
+    A run.toml with a [server] table is verified on parameter servers: every optimizer, mode and layout. --script
+    compares a torch or accelerate script on --nproc ranks with the same script on one process."""
+    if script is not None:
+        arguments = [*([str(run)] if run is not None else []), *context.args]
+        unused = {"--plan": plan, "--all": all_plans or None, "--set": settings or None, "--matrix": matrix}
+        _verify_script(script, arguments, nproc=nproc, steps=steps, as_json=as_json, unused=unused)
+    if context.args:
+        raise BadValueError(f"unexpected argument {context.args[0]!r}", hint="arguments after -- are for --script")
     if run is not None and _is_server_run(run):
         _verify_server(
             run, steps=steps, as_is=as_is, settings=settings or [], as_json=as_json, not_for_servers=(plan, nproc)
@@ -72,6 +84,26 @@ def verify(
     raise typer.Exit(code=0 if answer.ok else 1)
 
 
+def _verify_script(
+    script: Path, arguments: list[str], *, nproc: int | None, steps: int, as_json: bool, unused: dict[str, Any]
+) -> None:
+    from weft.cli.verify_script import ScriptRequest, verify_script
+
+    for option, value in unused.items():
+        if value is not None:
+            raise BadValueError(
+                f"{option} does not apply to --script", hint="leave it out: the script has its own layout"
+            )
+    request = ScriptRequest(script=script, arguments=arguments, num_ranks=nproc or 2, steps=steps)
+    verdict = verify_script(request)
+    for change in verdict.changes:
+        print(f"changed: {change}", file=sys.stderr)
+    print(verdict.text(), file=sys.stderr)
+    if as_json:
+        print(json.dumps(verdict.as_dict()))
+    raise typer.Exit(code=0 if verdict.ok else 1)
+
+
 def _is_server_run(path: Path) -> bool:
     from weft.core.config import read_toml
 
@@ -82,7 +114,6 @@ def _verify_server(
     path: Path, *, steps: int, as_is: bool, settings: list[str], as_json: bool, not_for_servers: tuple[Any, ...]
 ) -> None:
     from weft.cli.server import resolve
-    from weft.core.errors import BadValueError
     from weft.core.extras import require_extra
 
     if any(given is not None for given in not_for_servers):

@@ -55,6 +55,7 @@ class Finding:
     step: int | None = None
     parameter: str | None = None
     coordinates: str | None = None
+    cause: str | None = None  # the likely one, of a script's finding
 
     def sentence(self) -> str:
         where = [f"step {self.step}" if self.step is not None else "", self.parameter or "", self.coordinates or ""]
@@ -197,6 +198,7 @@ class Verdict:
             lines += [
                 "",
                 f"first wrong: {wrong.name}: {wrong.finding.sentence()}",
+                *([f"likely cause: {wrong.finding.cause}"] if wrong.finding.cause else []),
                 f"breaks rule {rule}: {RULES[rule]}",
             ]
         return "\n".join(lines)

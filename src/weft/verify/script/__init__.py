@@ -1,0 +1,1 @@
+"""`weft verify --script`: a training script of one's own on several ranks, against the same script on one process."""
