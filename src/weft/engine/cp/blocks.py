@@ -114,6 +114,8 @@ def gradients(query: Tensor, key: Tensor, value: Tensor, seen: Seen, whole: Whol
     elif kernel == "efficient":
         bias, none = _bias(seen.mask, query, key, unit=_BIAS_UNIT), torch.empty((), dtype=torch.int64)
         log_sum = F.pad(log_sum, (0, -log_sum.shape[-1] % _SUM_UNIT), value=torch.inf)
+        # in 16 bits the kernel of torch 2.11 reads outputs as the forward lays them out, whatever their strides say
+        out = out.transpose(HEADS, POSITIONS).contiguous().transpose(HEADS, POSITIONS)
         found = _aten._scaled_dot_product_efficient_attention_backward(
             gradient, query, key, value, bias, out, log_sum, none, none, 0.0, [True, True, True, False],
             seen.is_triangle, scale=scale,

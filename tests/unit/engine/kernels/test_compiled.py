@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import expert_families
 import pytest
 import torch
 import torch._dynamo.config as dynamo
@@ -15,9 +16,11 @@ from torch._dynamo.utils import counters
 
 import weft.engine.kernels.compiled as compiled
 from weft.core.errors import DeviceError, NotBuiltError
+from weft.core.run_spec import ModelSpec
 from weft.engine.engine import Engine
 from weft.engine.kernels.fast_path import fast_path
 from weft.engine.measure.meter import StepMeter
+from weft.engine.wrap_forward import is_wrapped
 
 # torch's own tracing asks non-leaf tensors for gradients, and hides that warning only where warnings are no errors
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -69,6 +72,17 @@ def test_blocks_that_are_alike_share_a_graph() -> None:
     losses(engine)
     assert counters["stats"]["unique_graphs"] == 2, "one for the six blocks, one for the last norm"
     assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen3_moe", "deepseek_v3"])
+def test_routers_in_float32_are_no_objects_of_each_block(family: str) -> None:
+    """A wrapped forward would give each block a graph of its own (tests/gpu/test_fast_path_gpu.py counts them)."""
+    spec = ModelSpec(type=family, config=expert_families.FAMILIES[family])
+    engine = build_engine(spec, {"precision": {"preset": "bf16"}})
+    engine.step(global_batch(0))
+    assert engine.plan.precision.policy().has_wide_router
+    for block in map(engine.model.get_submodule, engine.layout.blocks):
+        assert not [name for name, part in block.named_modules() if name and is_wrapped(part)]
 
 
 def test_a_measured_step_leaves_the_graph_whole() -> None:
