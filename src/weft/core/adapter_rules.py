@@ -27,7 +27,16 @@ def check_adapter(plan: Plan, adapter: AdapterSpec) -> Iterator[tuple[str, str]]
             f"mesh.tp = {tp}: its masks of sharded inputs would depend on the layout",
             "set adapter.dropout = 0, or mesh.tp = 1",
         ),
-        (adapter.base != "model", f"adapter.base = {adapter.base!r}", "set adapter.base = 'model'"),
+        (
+            adapter.base == "bfloat16" and plan.precision.policy().weights != "bfloat16",
+            f"adapter.base = 'bfloat16' where weights compute in {plan.precision.policy().weights}",
+            "set precision.preset = 'bf16', or adapter.base = 'model'",
+        ),
+        (
+            adapter.is_quantised and plan.compile.enabled,
+            f"adapter.base = {adapter.base!r} and compiled blocks (compile.enabled)",
+            "set compile.enabled = false, or adapter.base = 'bfloat16'",
+        ),
     ):
         if is_refused:
             subject = "adapter.dropout" if what.endswith("depend on the layout") else "[adapter]"

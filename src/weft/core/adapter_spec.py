@@ -53,7 +53,7 @@ class AdapterSpec(Section):
     base: Literal["model", "bfloat16", "int8", "nf4"] = Field(
         default="model",
         description="how frozen weights are stored: model (as the plan's precision stores trained ones) | bfloat16 | "
-        "int8 | nf4 (QLoRA: linear layers of the blocks in 8 or 4 bits, the others in bfloat16)",
+        "int8 | nf4 (QLoRA: linear layers of the blocks in 8 or 4 bits, the others in the compute dtype)",
     )
     path: str | None = Field(
         default=None,

@@ -28,6 +28,7 @@ class LinearShape:
     active: int = 1
     is_transposed: bool = False  # stored as [in_features, out_features]: ZeRO shards the inputs
     is_trained: bool = True
+    code_bytes: float = 0.0  # of each weight of a frozen matrix that rests in codes, with its scales; 0: none
 
     @property
     def num_parameters(self) -> int:
@@ -230,6 +231,7 @@ class ModelShape:
     whole_experts: str = ""  # why the experts cannot be divided over ranks; "" if they can, or if there are none
     is_exact: bool = True  # all parameters of the model are counted
     is_adapted: bool = False  # it has low-rank adapters beside frozen weights
+    has_low_base: bool = False  # of them, what is not in codes rests in the compute dtype
     trains_ends: bool = True  # the token table or the head
     notes: tuple[str, ...] = ()
 
@@ -248,6 +250,24 @@ class ModelShape:
         )
         ends = {} if self.trains_ends else {"vocab_size": 0, "head_bias": False}
         return replace(self, kinds=kinds, outside=outside, **ends)  # type: ignore[arg-type]
+
+    def in_codes(self, code_bytes: float) -> ModelShape:
+        """The shape of the matrices alone whose weights rest in codes of that size."""
+        kinds = tuple(
+            replace(
+                kind,
+                linears=tuple(replace(one, bias=False) for one in kind.linears if one.code_bytes == code_bytes),
+                norms=(),
+                extras=(),
+            )
+            for kind in self.kinds
+        )
+        return replace(self, kinds=kinds, outside=(), vocab_size=0, head_bias=False)
+
+    @cached_property
+    def code_sizes(self) -> tuple[float, ...]:
+        """Bytes per weight of matrices in codes, each size once."""
+        return tuple(sorted({one.code_bytes for kind in self.kinds for one in kind.linears if one.code_bytes}))
 
     @property
     def num_layers(self) -> int:

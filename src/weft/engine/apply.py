@@ -56,6 +56,7 @@ from weft.engine.precision import apply_compute_dtype, store_weights, torch_dtyp
 from weft.engine.router.apply import find_and_build
 from weft.engine.router.routers import Routers
 from weft.engine.tensor_and_expert import apply_tensor_and_expert
+from weft.engine.weights.base import store_base
 from weft.engine.weights.freeze import freeze
 from weft.engine.weights.materialise import materialise, place_real_model
 from weft.engine.weights.resting import keep_gradients_in, source_of
@@ -116,6 +117,8 @@ def apply_plan(
         own = keep_own_stages(model, layout, split_plan, dtype=torch_dtype(precision.weights), device=device)
         tp = tp.of_stages(own) if tp is not None else None
         ep = ep.of_stages(own) if ep is not None else None
+    sharding = Axes(context for context in (tp, ep, cp) if context is not None)
+    store_base(model, own, torch_dtype(precision.weights), shards=sharding.shards)
     if dp.zero > 0:
         require_blocks(own)
         patch_reduce_scatter_copy(plan.kernels.gradient_copy)
@@ -123,7 +126,6 @@ def apply_plan(
         shard_units(model, own, mesh=topology.dp_mesh, stage=dp.zero, precision=precision, experts=experts)
         if weights_leave:
             free_at_rest(model)
-    sharding = Axes(context for context in (tp, ep, cp) if context is not None)
     materialise(model, own, weights, device=device, shards=sharding.shards, fills=masters is None)
     if precision.gradients != resting_dtype(plan):
         keep_gradients_in(model, torch_dtype(precision.gradients))

@@ -15,6 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from weft.core.records import ParameterRecord
 from weft.core.shards import Chunk, LocalShard, replicated_shard
+from weft.models.adapter.quantised import RowCodes, codes_by_name
 from weft.models.layout import ModelLayout
 
 LocalShards = Mapping[str, LocalShard]  # by parameter name; empty without tensor parallelism
@@ -41,9 +42,15 @@ def local_index(tensor: torch.Tensor) -> tuple[slice, ...]:
     return tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))
 
 
-def chunks_of(tensor: torch.Tensor, shard: LocalShard | None) -> tuple[Chunk, ...]:
-    """The chunks of the full tensor that `local(tensor)` consists of; `tensor` may be a shard of a shard."""
-    return (shard or replicated_shard(tensor.shape, copies=1)).within(local_index(tensor))
+def chunks_of(tensor: torch.Tensor, shard: LocalShard | None, *, columns: int | None = None) -> tuple[Chunk, ...]:
+    """The chunks of the full tensor that `local(tensor)` consists of; `tensor` may be a shard of a shard.
+
+    `columns`: the weights of a row where the tensor stores their codes."""
+    index = local_index(tensor)
+    if columns is None:
+        return (shard or replicated_shard(tensor.shape, copies=1)).within(index)
+    full = shard or replicated_shard((*tensor.shape[:-1], columns), copies=1)
+    return full.within((*index[:-1], slice(0, columns)))
 
 
 def parameter_records(
@@ -55,7 +62,7 @@ def parameter_records(
     reasons: Mapping[str, str],
 ) -> list[ParameterRecord]:
     """One row per parameter name, tied aliases included. `axis_names_of`: the mesh axes of a sharded parameter."""
-    rows = []
+    rows, in_codes = [], codes_by_name(model)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         canonical = layout.ties.get(name)
         shard = shards.get(canonical or name)
@@ -63,7 +70,7 @@ def parameter_records(
         rows.append(
             ParameterRecord(
                 name=name,
-                shape=shard.shape if shard else tuple(parameter.shape),
+                shape=shard.shape if shard else _full_shape(parameter, in_codes.get(name)),
                 dtype=str(parameter.dtype).removeprefix("torch."),
                 unit=layout.unit_of[canonical or name],
                 sharded_axes=sharded,
@@ -75,3 +82,7 @@ def parameter_records(
             )
         )
     return rows
+
+
+def _full_shape(parameter: torch.Tensor, codes: RowCodes | None) -> tuple[int, ...]:
+    return tuple(parameter.shape) if codes is None else (*parameter.shape[:-1], codes.columns)

@@ -25,6 +25,7 @@ from weft.engine.offload.slab import is_host_memory, release_of
 from weft.engine.optim.adafactor import FACTORS
 from weft.engine.optim.adamw_8bit import CODES, SCALES, QuantisedParts, block_size_for, quantised_parts
 from weft.engine.ownership import LocalShards, chunks_of, local
+from weft.models.adapter.quantised import codes_by_name, dequantise
 
 MODEL = "model."
 OPTIMIZER = "optim."
@@ -47,13 +48,26 @@ Masters = Mapping[nn.Parameter, torch.Tensor]  # local shards of masters that ar
 
 
 def master_tensors(model: nn.Module, shards: LocalShards, masters: Masters) -> dict[str, torch.Tensor]:
-    """What updates change, by parameter name: masters, and parameters that are their own."""
+    """What updates change, by parameter name: masters, and parameters that are their own. Codes never change."""
+    in_codes = codes_by_name(model)
     return {
         name: as_shard(value.detach(), shards.get(name))
         if value not in masters
         else _at_host(masters[value], value, shards.get(name))
         for name, value in model.named_parameters()
+        if name not in in_codes
     }
+
+
+def base_tensors(model: nn.Module, shards: LocalShards) -> dict[str, torch.Tensor]:
+    """Values of weights that rest in codes, by parameter name, as `master_tensors` has those of all others."""
+    found = {}
+    for name, form in codes_by_name(model).items():
+        stored = model.get_parameter(name)
+        values = dequantise(local(stored.detach()), form, torch.float32)
+        own = _placed(values, stored, torch.Size((stored.shape[0], form.columns)))
+        found[name] = as_shard(own, shards.get(name))
+    return found
 
 
 def state_tensors(

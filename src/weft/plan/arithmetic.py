@@ -133,6 +133,9 @@ def _states(view: View, found: Estimate) -> list[Line]:
 def _weights(view: View, found: Estimate, how: str) -> str:
     if found.plan.offload.parameters != "none":
         return "on the host"
+    if view.shape.has_low_base:
+        sizes = " or ".join(f"{size:g} B" for size in (*view.shape.code_sizes, view.sizes.compute))
+        return f"{how}: {rest_bytes(view)[0]:g} B at rest of trained ones, {sizes} of frozen ones"
     return f"{how} x {rest_bytes(view)[0]:g} B at rest"
 
 

@@ -35,6 +35,11 @@ class View:
         return self.request.shape
 
     @property
+    def cast(self) -> Share:
+        """The weights that unsharded strategies cast to the compute dtype: a low base rests in it."""
+        return self.trained if self.shape.has_low_base else self.share
+
+    @property
     def stream_bytes(self) -> Floats:
         """Bytes of the residual stream of one micro-batch."""
         ranks = np.where(self.columns.sequence_parallel > 0, self.columns.tp, 1)
@@ -49,7 +54,13 @@ class View:
         in_unit = np.where(self.columns.ep > 1, max(1, total - experts), total)  # with ep a unit of their own
         sizes = np.asarray([sum(size for block in blocks for size in _in_float8(block, choice)) for choice in FLOAT8])
         share = sizes[self.columns.float8] / in_unit * (self.columns.shards > 1)
-        return np.asarray(self.sizes.compute - (self.sizes.compute - 1) * share, dtype=np.float64)
+        in_codes = sum(
+            (self.sizes.compute - linear.code_bytes) * linear.copies * linear.in_features * linear.out_features
+            for block in blocks
+            for linear in block.linears
+            if linear.code_bytes
+        )
+        return np.asarray(self.sizes.compute - (self.sizes.compute - 1) * share - in_codes / in_unit, dtype=np.float64)
 
     @cached_property
     def num_in_float8(self) -> Floats:

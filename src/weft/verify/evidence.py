@@ -23,7 +23,7 @@ from weft.engine.measure.meter import StepMeter
 from weft.engine.objective import Batch
 from weft.engine.optim.adamw_low import AdamWLow
 from weft.engine.ownership import chunks_of
-from weft.engine.state import MODEL, OPTIMIZER, as_shard
+from weft.engine.state import MODEL, OPTIMIZER, as_shard, base_tensors
 from weft.verify.checks import Block
 from weft.verify.coded_sums import GATHERS, SUMS, SumEvidence, SumWatch
 from weft.verify.eight_bit import decode_moments
@@ -155,7 +155,8 @@ def _keep_update(update: LowPrecisionStep, engine: Engine, norm: float) -> None:
 
 def _full_state(engine: Engine) -> Tensors:
     """Without what only one rank continues from."""
-    state = engine.state().items()
+    in_codes = {f"{MODEL}{name}": value for name, value in base_tensors(engine.model, engine.shards).items()}
+    state = {**engine.state(), **in_codes}.items()
     return {key: full_tensor(value, engine) for key, value in state if not key.startswith(OF_ONE_RANK)}
 
 
@@ -169,7 +170,7 @@ def full_tensor(tensor: torch.Tensor, engine: Engine | None = None) -> torch.Ten
 
 def _full_weights(engine: Engine) -> Tensors:
     """Full masters, or parameters that are their own, of all stages, by name."""
-    return _of_all_stages(engine, engine.weights())
+    return _of_all_stages(engine, {**engine.weights(), **base_tensors(engine.model, engine.shards)})
 
 
 def _full_tensors(engine: Engine, tensors: Mapping[str, torch.Tensor]) -> Tensors:

@@ -24,6 +24,9 @@ from weft.data.mixture import Mixture
 from weft.data.rows import RowLayout
 from weft.data.split import Split
 from weft.models.adapter.build import initial_weights, run_skeleton
+from weft.models.adapter.lora import rests_low
+from weft.models.adapter.quantised import quantised_linears
+from weft.models.adapter.targets import is_router
 from weft.models.build import build_config
 from weft.models.layout import describe
 from weft.models.matrices import matrix_names
@@ -123,6 +126,7 @@ def global_exercise(subject: Subject, *, rates: Sequence[float], clip_norm: floa
     return Exercise(
         initial=subject.initial(),
         frozen=_frozen(subject),
+        rests_low=_resting_low(subject),
         batches=training_batches(subject, steps=len(rates)),
         rates=rates,
         evaluation=evaluation_batches(subject),
@@ -147,6 +151,7 @@ def loop_exercise(
     return Exercise(
         initial=subject.initial(),
         frozen=_frozen(subject),
+        rests_low=_resting_low(subject),
         batches=[loader.batch(step * rows) for step in range(steps)],
         rates=[learning_rate_at(train, step + 1) for step in range(steps)],
         evaluation=evaluation,
@@ -242,7 +247,8 @@ def _coded_sums(plan: Plan) -> dict[str, Any]:
 def at_rest(exercise: Exercise, precision: ReferencePrecision) -> Exercise:
     """The exercise with the initial values as the plan stores them, so that the truth starts from the same."""
     if not precision.rounds_weights:
-        return exercise
+        low = {name: exercise.initial[name].to(precision.compute).float() for name in exercise.rests_low}
+        return replace(exercise, initial={**exercise.initial, **low})
     return replace(exercise, initial={name: value.bfloat16() for name, value in exercise.initial.items()})
 
 
@@ -273,3 +279,12 @@ def _frozen(subject: Subject) -> frozenset[str]:
         for name, parameter in parameters
         if not parameter.requires_grad or any(fnmatchcase(name, pattern) for pattern in patterns)
     )
+
+
+def _resting_low(subject: Subject) -> frozenset[str]:
+    """Frozen parameters that rest in the compute dtype: all of a low base but its codes and weights of routers."""
+    skeleton = subject.skeleton()
+    if not rests_low(skeleton):
+        return frozenset()
+    in_codes = {f"{name}.weight" for name, _ in quantised_linears(skeleton)}
+    return frozenset(name for name in _frozen(subject) if name not in in_codes and not is_router(name))

@@ -89,7 +89,7 @@ class ReferenceCache:
         exercise, split = self.exercise(name, make), plan_split(plan, subject.run.train)
         precision = self._precision(name, subject, exercise, plan)
         exercise = at_rest(exercise, precision)
-        begins = "in bfloat16" if precision.rounds_weights else ""
+        begins = f"in {precision.compute}" if precision.rounds_weights or exercise.rests_low else ""
         delay = Delay.of(plan, subject.skeleton())
 
         def trace(precision: ReferencePrecision, split: BatchSplit) -> RunTrace:

@@ -96,6 +96,7 @@ class Exercise:
 
     initial: Tensors
     frozen: frozenset[str]
+    rests_low: frozenset[str] = frozenset()  # of them, what rests in the compute dtype
     batches: Sequence[Batch]
     rates: Sequence[float]
     evaluation: Sequence[Batch]

@@ -63,9 +63,10 @@ class WholeRuns:
         folder = self._train(run, plan, self._new_folder())
         straight = self._trace_of(folder)
         references = self._references("loop", run, plan, folder, steps=self._steps)
+        base = references.truth.initial if run.adapter.is_quantised else {}  # no checkpoint has what rests in codes
         checks = [
             self._against("training loop", references, straight, self._skipped(folder)),
-            self._export(folder, straight),
+            self._export(folder, {**base, **straight.weights}),
         ]
         same, other = self._copy_up_to(folder, middle), self._copy_up_to(folder, middle)
         self._train(run, plan, same, resume=True)
@@ -203,8 +204,9 @@ class WholeRuns:
         if not norms.ok or not found.weights:
             return norms
         parameters = {key: value for key, value in found.weights.items() if key in truth.weights}
+        saved = self._saved_of(truth.weights, found)
         weights, _ = check_tensors(
-            name, truth.weights, same.weights, parameters,
+            name, saved, same.weights, parameters,
             rule=5, dtype="float32", step=len(truth.losses), initial=truth.initial,
             noise_share=references.allowance.update,
         )  # fmt: skip
@@ -254,7 +256,8 @@ class WholeRuns:
         ):  # float16 lowered its loss scale at another step: correct runs then differ
             detail = f"the same as {place} up to step {first_difference}, where float16 overflowed in one of the two"
             return Check.passed(name, detail, margin=margin)
-        near_weights = {key: straight.weights[key] + (same.weights[key] - truth.weights[key]) for key in truth.weights}
+        saved = self._saved_of(truth.weights, straight)
+        near_weights = {key: straight.weights[key] + (same.weights[key] - truth.weights[key]) for key in saved}
         check, _ = check_tensors(
             name, {key: straight.weights[key] for key in near_weights}, near_weights,
             {key: value for key, value in resumed.weights.items() if key in near_weights},
@@ -265,11 +268,16 @@ class WholeRuns:
         detail = f"saved at step {middle}, resumed as {place}"
         return Check.passed(name, detail, margin=max(margin, check.margin))
 
+    def _saved_of(self, weights: Mapping[str, torch.Tensor], found: RunTrace) -> dict[str, torch.Tensor]:
+        """Those of `weights` that a checkpoint holds: all but a base in codes."""
+        is_full = not self._run.adapter.is_quantised
+        return {key: value for key, value in weights.items() if is_full or key in found.weights}
+
     def _skipped(self, folder: Path) -> frozenset[int]:
         records = RunFolder(folder).metrics.read() if self._process.is_main else []
         return frozenset(index for index, record in enumerate(records) if record.skipped)
 
-    def _export(self, folder: Path, straight: RunTrace) -> Check:
+    def _export(self, folder: Path, weights: Mapping[str, torch.Tensor]) -> Check:
         if not self._process.is_main:
             return Check.passed("export", "")
         from transformers import AutoModelForCausalLM
@@ -281,7 +289,7 @@ class WholeRuns:
         adapter = self._run.adapter
         plain = AdaptedPlainModel(loaded.config, adapter.model_dump()) if adapter.is_on else None
         for key, parameter in named.items():
-            if key not in straight.weights or _is_other(key, parameter.detach(), straight.weights, plain):
+            if key not in weights or _is_other(key, parameter.detach(), weights, plain):
                 finding = Finding(rule=5, parameter=key, expected="the trained values", found="other values")
                 return Check.failed("export", finding)
         return Check.passed("export", f"{len(named)} parameters reload with equal bits")

@@ -50,16 +50,20 @@ OPTIONS: dict[str, dict[str, Any]] = {"qwen3-tied": {"adapter": {"train_also": [
 DEFAULT = ("ZeRO-3, recompute", "tp, sequence parallel", "pp")
 
 
-def curves(_rank: int, _world: int, family: str, names: list[str]) -> dict[str, list[tuple[float, float]]]:
+def curves(
+    _rank: int, _world: int, family: str, names: list[str], base: str = "model"
+) -> dict[str, list[tuple[float, float]]]:
     plans = {"one": {}, **OF_TWO, **OF_FOUR, **OF_EXPERTS}
-    found = {name: adapted_curve(family, plans[name], STEPS, **OPTIONS.get(family, {})) for name in names}
+    options = OPTIONS.get(family, {})
+    options = {**options, "adapter": {**options.get("adapter", {}), "base": base}}
+    found = {name: adapted_curve(family, plans[name], STEPS, **options) for name in names}
     dist.barrier()
     return found
 
 
-def require_same(family: str, world: int, names: list[str]) -> None:
-    expected = run_ranks(curves, 1, family, ["one"])[0]["one"]
-    per_rank = run_ranks(curves, world, family, names, timeout_s=240.0)
+def require_same(family: str, world: int, names: list[str], *, base: str = "model") -> None:
+    expected = run_ranks(curves, 1, family, ["one"], base)[0]["one"]
+    per_rank = run_ranks(curves, world, family, names, base, timeout_s=240.0)
     for name, found in per_rank[0].items():
         losses = max(abs(a[0] - b[0]) for a, b in zip(expected, found, strict=True))
         norms = max(abs(a[1] - b[1]) / a[1] for a, b in zip(expected, found, strict=True))
@@ -70,6 +74,19 @@ def require_same(family: str, world: int, names: list[str]) -> None:
 
 def test_adapters_have_the_curve_of_one_process() -> None:
     require_same("qwen3-tied", 2, list(DEFAULT))
+
+
+def test_a_quantised_base_has_the_curve_of_one_process() -> None:
+    require_same("qwen3-tied", 2, ["ZeRO-2", "tp, sequence parallel", "pp, zero bubble"], base="nf4")
+
+
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+@pytest.mark.parametrize(
+    ("family", "world"), by_default([], CASES, extended=[("qwen3-tied", 2), ("qwen3-tied", 4), ("mixtral", 2)])
+)
+def test_a_quantised_base_under_every_layout(family: str, world: int, base: str) -> None:
+    names = [name for name in CASES[family, world] if not (name == "tp 4" and family == "qwen3-tied")]
+    require_same(family, world, names, base=base)
 
 
 @pytest.mark.parametrize(("family", "world"), by_default([], CASES, extended=[("qwen3-tied", 2), ("qwen3-tied", 4)]))

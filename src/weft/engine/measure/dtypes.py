@@ -178,7 +178,8 @@ class DtypeWatch:
 
     def _see_weights(self, names: Sequence[tuple[nn.Module, str]], forward: Forward, *args: Any, **kwargs: Any) -> Any:
         for module, name in names:
-            self._add("weights", getattr(module, name).dtype)
+            if (weight := getattr(module, name)).is_floating_point():  # codes of a frozen base multiply by their values
+                self._add("weights", weight.dtype)
         return forward(*args, **kwargs)
 
     def _see_block(self, _module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

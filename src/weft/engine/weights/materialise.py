@@ -14,6 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from weft.core.errors import ModelError
 from weft.core.shards import Chunk
 from weft.engine.ownership import LocalShards, chunks_of, local
+from weft.engine.weights.codes import code_writer
+from weft.models.adapter.quantised import codes_by_name
 from weft.models.initial import Reader, StoresBuffers, WeightSource
 from weft.models.layout import ModelLayout
 
@@ -97,12 +99,16 @@ def fill_parameters(
     store: Callable[[nn.Parameter, Write], None] = _into_parameter,
 ) -> None:
     """Fill this rank's shards from `source`; `store` calls a function that writes a tensor of the shard's shape."""
-    missing = set(layout.unit_of)
+    missing, in_codes = set(layout.unit_of), codes_by_name(model)
     here = {layout.copies.get(name, name): name for name in layout.unit_of}
     for first, read in source.readers(list(here)):
         name = here[first]
         parameter = model.get_parameter(name)
-        store(parameter, functools.partial(_write, chunks_of(parameter, shards.get(name)), read))
+        shard = shards.get(name)
+        if name in in_codes:
+            store(parameter, code_writer(parameter, shard, read, in_codes[name]))
+        else:
+            store(parameter, functools.partial(_write, chunks_of(parameter, shard), read))
         missing.discard(name)
     if missing:
         raise ModelError(

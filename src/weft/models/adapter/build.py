@@ -9,6 +9,7 @@ from torch import nn
 
 from weft.core.run_spec import RunSpec
 from weft.models.adapter.lora import insert_adapter, leave_base_out
+from weft.models.adapter.quantised import rounded_source
 from weft.models.adapter.values import AdaptedWeights
 from weft.models.build import build_skeleton
 from weft.models.initial import InitialWeights, WeightSource
@@ -35,4 +36,5 @@ def with_adapter(base: WeightSource, run: RunSpec, config: Any) -> WeightSource:
     """The source of the run's model; `base` has the values of the model without adapters."""
     if not run.adapter.is_on:
         return base
-    return AdaptedWeights(base, run_skeleton(run, config), run.adapter, seed=run.train.seed)
+    model = run_skeleton(run, config)
+    return AdaptedWeights(rounded_source(base, model), model, run.adapter, seed=run.train.seed)

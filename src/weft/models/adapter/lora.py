@@ -20,6 +20,7 @@ from torch import nn
 
 from weft.core.adapter_spec import AdapterSpec
 from weft.core.errors import AdapterError
+from weft.models.adapter.quantised import mark_quantised
 from weft.models.adapter.targets import LinearTarget, find_targets
 
 FACTOR_A, FACTOR_B = "lora_A", "lora_B"
@@ -61,8 +62,10 @@ def insert_adapter(model: nn.Module, spec: AdapterSpec) -> None:
     targets = find_targets(model, spec.targets)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained and parameter.requires_grad)
+    mark_quantised(model, spec)
     for target in targets:
         _adapt(target, spec)
+    model.weft_frozen_rests_low = spec.base != "model"  # type: ignore[assignment]
 
 
 def _adapt(target: LinearTarget, spec: AdapterSpec) -> None:
@@ -110,6 +113,11 @@ def factor_names(model: nn.Module) -> list[str]:
 def leave_base_out(model: nn.Module) -> None:
     """Checkpoints of `model` refer to its frozen weights, which files have, and do not hold them."""
     model.weft_base_elsewhere = True  # type: ignore[assignment]
+
+
+def rests_low(model: nn.Module) -> bool:
+    """Whether frozen weights rest in the compute dtype, or in codes, rather than as trained ones do."""
+    return bool(getattr(model, "weft_frozen_rests_low", False))
 
 
 def names_elsewhere(model: nn.Module) -> frozenset[str]:

@@ -1,6 +1,7 @@
 """Merged weights of a model with adapters: W + scale * B A, one tensor at a time, in the dtype of W.
 
-The sum is made in float32 and rounded once. Frozen weights that a checkpoint leaves out come from their source.
+The sum is made in float32 and rounded once; of a quantised base W has the values of its codes. Frozen weights that a
+checkpoint leaves out come from their source.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from weft.core.run_spec import RunSpec
 from weft.models.adapter.build import run_skeleton
 from weft.models.adapter.lora import adapted_linears, factor_names
+from weft.models.adapter.quantised import quantised_linears, rounded
 from weft.models.initial import WeightSource
 from weft.models.tp.roles import linear_facts
 
@@ -29,13 +31,15 @@ def merged_tensors(
     `given`: factors and all else of a checkpoint; `base` has the rest. `order` sorts the names.
     """
     model = run_skeleton(run, config)
+    kinds = {f"{name}.weight": module.base_kind for name, module in quantised_linears(model)}
     transposed = {name: _is_transposed(name, module) for name, module in adapted_linears(model)}
     factors = set(factor_names(model))
     missing = [name for name, _ in model.named_parameters() if name not in given]
     readers = dict(base.readers(missing))
     for name in order([*(name for name in given if name not in factors), *readers]):
-        value = readers[name](()) if name in readers else given[name]
-        yield name, _merged(name, value, given, transposed, scale=run.adapter.scale)
+        stored = readers[name](()) if name in readers else given[name]
+        value = rounded(stored, kinds[name]) if name in kinds else stored
+        yield name, _merged(name, value, given, transposed, scale=run.adapter.scale).to(stored.dtype)
 
 
 def _merged(

@@ -37,11 +37,16 @@ def find_targets(model: nn.Module, patterns: Sequence[str]) -> list[LinearTarget
             f"{type(model).__name__} has no linear layers in repeated blocks", hint="train it without [adapter]"
         )
     if not patterns:
-        return [linear for linear in linears if not _ROUTERS.search(linear.name)]
+        return [linear for linear in linears if not is_router(linear.name)]
     for pattern in patterns:
         if not any(_matches(linear.name, pattern) for linear in linears):
             raise AdapterError(f"adapter.targets: {_why_none(model, pattern)}", hint=_names_hint(linears))
     return [linear for linear in linears if any(_matches(linear.name, pattern) for pattern in patterns)]
+
+
+def is_router(name: str) -> bool:
+    """Whether a module or a parameter is of a router, by its name."""
+    return _ROUTERS.search(name) is not None
 
 
 def matching_patterns(model: nn.Module, patterns: Sequence[str]) -> list[str]:

@@ -15,6 +15,7 @@ from torch import nn
 
 from weft.core.model_shape import AttentionShape, BlockShape, ExtraShape, LinearShape, MoeShape, NormShape, Style
 from weft.models.adapter.lora import LoraFactor
+from weft.models.adapter.quantised import bytes_in_codes
 from weft.models.shape.attention import ATTENTION, CROSS, find_attention, read_attention
 from weft.models.shape.experts import SHARED, Experts, is_last
 from weft.models.tp.layout import Region, TensorLayout
@@ -128,6 +129,7 @@ class BlockReader:
                 active=0 if CROSS.search(site.path) else site.experts.num_active(site.path),
                 is_transposed=is_transposed,
                 is_trained=weight.requires_grad,
+                code_bytes=bytes_in_codes(site.module),
             )
         ]
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from weft.core.adapter_spec import AdapterSpec
 from weft.core.model_shape import BlockShape, ExtraShape, ModelShape
-from weft.models.adapter.lora import adapted_linears, insert_adapter
+from weft.models.adapter.lora import adapted_linears, insert_adapter, rests_low
 from weft.models.build import build_on_meta
 from weft.models.ep.finder import find_expert_layout
 from weft.models.hf_config import sentence
@@ -126,6 +126,7 @@ def _with_ends(
         outside=_outside(model, set(blocks), known),
         dropout=_embedding_dropout(model, blocks),
         is_adapted=next(adapted_linears(model), None) is not None,
+        has_low_base=rests_low(model),
         trains_ends=any(one is not None and one.requires_grad for one in (table_weight, head_weight)),
     )
     missing = sum(parameter.numel() for parameter in model.parameters()) - shape.num_parameters

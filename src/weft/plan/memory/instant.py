@@ -70,7 +70,8 @@ def held_gathered(view: View) -> Floats:
         # the cast is part of a block's forward: recompute repeats it
         recomputed = view.stage.recomputed
         cast_share = 1 - (recomputed.num_full + recomputed.num_selective) / np.maximum(recomputed.held, 1)
-        held = share.root.unsharded + cast_share * (share.total.unsharded - share.root.unsharded)
+        root, total = view.cast.root.unsharded, view.cast.total.unsharded
+        held = root + cast_share * (total - root)
         # weights at rest in the compute dtype need no cast
         casts = np.where(rests_in_compute(view), 0.0, (held - _unused_cast(view)) * sizes.compute)
     return np.select(
@@ -82,6 +83,8 @@ def held_gathered(view: View) -> Floats:
 
 def _unused_cast(view: View) -> Floats:
     """Elements of the embedding's cast: its backward needs no weight, so it is freed unless the head is tied."""
+    if view.shape.has_low_base and not view.shape.trains_ends:
+        return np.zeros(len(view.columns))
     table = table_elements(view)
     is_used = view.stage.holds_head if view.shape.tied_head else np.zeros(len(view.columns), dtype=bool)
     return np.where(view.stage.holds_embedding & ~is_used, table, 0.0)

@@ -12,8 +12,8 @@ import numpy as np
 from weft.core.plan import Plan
 from weft.plan.columns import columns_of
 from weft.plan.memory.feedback import feedback_bytes
+from weft.plan.memory.weights import weight_bytes
 from weft.plan.request import Request
-from weft.plan.time.state_stream import rest_bytes
 from weft.plan.view import view_at
 
 
@@ -25,10 +25,10 @@ def moments_of(request: Request, plan: Plan) -> dict[str, int]:
     largest = max(float(request.shape.embedding_parameters), float(share.largest_block[0]))
     errors = float(feedback_bytes(view)[0])
     copied = held * (sizes.master + sizes.optimizer) + errors
-    weights = 0.0 if plan.offload.parameters != "none" else float(rest_bytes(view)[0])
+    weights = 0.0 if plan.offload.parameters != "none" else float(weight_bytes(view)[0])
     states = sizes.optimizer if plan.offload.optimizer == "none" else 0.0  # offloaded states are read where they stay
     return {
-        "loading_bytes": round(held * weights + largest * sizes.master + errors),
-        "resuming_bytes": round(held * (weights + states + sizes.gradient) + errors),
+        "loading_bytes": round(weights + largest * sizes.master + errors),
+        "resuming_bytes": round(weights + held * (states + sizes.gradient) + errors),
         "saving_host_bytes_per_node": round(copied * request.cluster.devices_per_node),
     }

@@ -23,7 +23,8 @@ from weft.plan.memory.offloaded import Offloaded, delayed_chunks, offloaded_byte
 from weft.plan.memory.saved_activations import saved_blocks
 from weft.plan.memory.states import state_bytes
 from weft.plan.memory.timeline import MIB, instants_of
-from weft.plan.time.state_stream import held_elements, rest_bytes
+from weft.plan.memory.weights import weight_bytes
+from weft.plan.time.state_stream import held_elements
 from weft.plan.view import View
 
 MATMUL_WORKSPACE_BYTES = 64 * MIB  # 32 MiB per thread that runs matmuls, two threads (measured on Hopper)
@@ -135,14 +136,13 @@ def _parts(view: View) -> TermParts:
 
 def _resident(view: View) -> Terms:
     """Weights, optimizer state and older weight versions, which exist throughout the run."""
-    columns, stage, share, sizes = view.columns, view.stage, view.share, view.sizes
-    held = np.where(columns.zero > 0, share.total.shard, share.total.unsharded)
+    columns, stage, sizes = view.columns, view.stage, view.sizes
     trained = held_elements(view)
     on_device = columns.offload_parameters == 0
     # with vertical sync every stage keeps as many versions as the first
     versions = np.where((columns.vertical_sync > 0) & (columns.pp > 1), columns.pp, stage.versions)
     return {
-        Term.WEIGHTS: np.where(on_device, held * rest_bytes(view), 0.0),
+        Term.WEIGHTS: np.where(on_device, weight_bytes(view), 0.0),
         Term.OPTIMIZER_STATE: np.where(columns.offload_optimizer > 0, 0.0, state_bytes(view, trained))
         + feedback_bytes(view),
         Term.WEIGHT_VERSIONS: (versions - 1) * view.trained.total.unsharded * sizes.master,

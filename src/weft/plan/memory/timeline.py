@@ -40,6 +40,7 @@ from weft.plan.memory.instant import (
 from weft.plan.memory.secondary import secondary_bytes
 from weft.plan.memory.staging import staged_in_step
 from weft.plan.memory.step_end import at_root, at_sum, at_table, at_update
+from weft.plan.memory.weights import largest_values
 from weft.plan.time.state_stream import rests_in_compute
 from weft.plan.view import View
 
@@ -157,7 +158,7 @@ def _in_backward(parts: TermParts, *, done: Floats) -> Terms:
     unit = share.largest_padded * view.block_bytes
     gathered = held_gathered(parts.view) + np.where(streams, unit + np.where(is_last, 0.0, unit), 0.0)
     is_cast = (columns.zero == 0) & sizes.is_mixed & ~rests_in_compute(view)
-    block_cast = np.where(is_cast, share.largest_block * sizes.compute, 0.0)
+    block_cast = np.where(is_cast, view.cast.largest_block * sizes.compute, 0.0)
     # casts are freed block by block; recompute casts the current block again
     ahead = np.where(is_last, 1.0, 2.0)
     gathered = gathered + secondary_bytes(view, left=parts.num_blocks - done - ahead, num_blocks=parts.num_blocks)
@@ -176,7 +177,7 @@ def _in_backward(parts: TermParts, *, done: Floats) -> Terms:
     wide = 2 * view.tokens * sizes.activation * parts.widest / columns.tp
     waiting = np.where(columns.zero > 0, of_head, 0.0)  # the root is reduced last
     temporaries = wide + own_gradient / 3 + view.stream_bytes + waiting + _entry_gradients(view) + _received(view)
-    temporaries = temporaries + staged_in_step(view, done=done) + _codes_of_bucket(view)
+    temporaries = temporaries + staged_in_step(view, done=done) + _codes_of_bucket(view) + largest_values(view)
     return instant(
         parts,
         saved=np.maximum(parts.saved - parts.blocks.freed(done), 0.0) + parts.blocks.restored(done),

@@ -24,6 +24,7 @@ from weft.engine.offload.slab import is_host_memory
 from weft.engine.optim.adamw_8bit import quantised_parts
 from weft.engine.ownership import local
 from weft.engine.precision import gradient_dtype
+from weft.models.adapter.quantised import codes_by_name
 from weft.train.ledger.measuring import Measured
 from weft.train.ledger.offloaded import offload_rows, process_peak_bytes
 from weft.train.ledger.predicted import Prediction
@@ -94,9 +95,12 @@ def _rank_row(rank: int, values: list[int]) -> dict[str, Any]:
 
 def count_parameters(engine: Engine) -> tuple[int, int]:
     """Elements of the full model, and of its trainable parameters. Collective where an axis partitions the model."""
-    own = [value for name, value in engine.model.named_parameters() if name not in engine.layout.copies]
-    trained = [value for value in own if value.requires_grad]
-    counts = torch.tensor([sum(value.numel() for value in some) for some in (own, trained)], device=engine.device)
+    in_codes = codes_by_name(engine.model)
+    own = {name: value for name, value in engine.model.named_parameters() if name not in engine.layout.copies}
+    sizes = {name: value.numel() for name, value in own.items()}
+    sizes |= {name: own[name].shape[0] * form.columns for name, form in in_codes.items() if name in own}
+    trained = sum(size for name, size in sizes.items() if own[name].requires_grad)
+    counts = torch.tensor([sum(sizes.values()), trained], device=engine.device)
     engine.topology.sum_over(counts, engine.axes.partitioning)
     return int(counts[0]), int(counts[1])
 

@@ -20,6 +20,7 @@ from weft.verify.verdict import Check, Finding
 
 NAME, RULE = "oracle adapter", 12
 A, B = ".lora_A.weight", ".lora_B.weight"
+IN_CODES = ("int8", "nf4")  # bases whose linear layers are stored in codes; W has the values of the codes
 MERGE_TOLERANCE = 1e-6  # the sum is rounded to float32 once
 ERRORS = 8.0  # standard errors of the deviation of a uniform draw
 
@@ -61,6 +62,11 @@ class AdaptedPlainModel(PlainModel):
             found[linear + A] = (self.scale * self._of(linear, B).T @ whole).float()
             found[linear + B] = (self.scale * whole @ self._of(linear, A).T).float()
         return found
+
+    def at_rest(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The value as a frozen weight of that dtype has it; trained ones are in float32."""
+        is_trained = is_factor(name) or any(fnmatchcase(name, one) for one in self._also)
+        return value if is_trained else value.to(dtype).to(value.dtype)
 
     def is_random(self, batch: Batch) -> bool:
         return self._drops or super().is_random(batch)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.verify.oracle.adapter import AdaptedPlainModel, without_factors
+from weft.verify.oracle.adapter import IN_CODES, AdaptedPlainModel, without_factors
 from weft.verify.oracle.config import asked_config, check_config
 from weft.verify.oracle.documents import Beginning, NotReadAgainError, read_beginning
 from weft.verify.oracle.export import check_export
@@ -67,7 +67,12 @@ class Oracle:
             batch = Batch(fields=dict(stream.batch_at(rows)))
             self._untrained = plain.untrained(batch, chunk_rows=facts.loop.chunk_rows)
         moved = plain.frozen() if facts.loop_run["router"]["bias_rate"] else frozenset()
+        saved = _last(facts).weights
+        if facts.run["adapter"]["base"] in IN_CODES:  # frozen, in no checkpoint
+            moved |= facts.initial.keys() - saved.keys()
         initial = {name: value for name, value in facts.initial.items() if name not in moved}
+        if isinstance(plain, AdaptedPlainModel) and facts.run["adapter"]["base"] != "model":
+            initial = {name: plain.at_rest(name, value, saved[name].dtype) for name, value in initial.items()}
         return check_updates(facts.loop_run["train"], initial, facts.loop, untrained=self._untrained)
 
     def _read_again(self, facts: RunFacts) -> Beginning | str:
