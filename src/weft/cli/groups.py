@@ -11,7 +11,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Plan": ("plan", "inference", "schedule", "dryrun"),
     "Train": ("train", "launch", "server", "verify"),
     "Look": ("ui", "report", "profile", "bench", "comm"),
-    "Use": ("export", "generate"),
+    "Use": ("import", "export", "generate"),
 }
 OTHERS = "Other"
 EXAMPLES: dict[str, tuple[str, ...]] = {
@@ -31,6 +31,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "ui": ("weft ui runs",),
     "report": ("weft report runs/first",),
     "profile": ("weft profile run.toml --plan plan.toml", "weft profile runs/first --steps 2"),
+    "import": ("weft import checkpoints/iter_0001000 my-model --config Llama-3.1-8B",),
     "export": ("weft export runs/first --out model",),
     "generate": ('weft generate runs/first --prompt "def main("',),
 }

@@ -17,6 +17,7 @@ from weft.cli.dryrun.verb import dryrun
 from weft.cli.export import export
 from weft.cli.generate import generate
 from weft.cli.groups import GroupedHelp, examples_of
+from weft.cli.import_checkpoint import import_checkpoint
 from weft.cli.inference import inference
 from weft.cli.launch.verb import launch
 from weft.cli.new import new
@@ -46,6 +47,7 @@ app = typer.Typer(
 for verb in (new, plan, inference, schedule, dryrun, train, verify, export, generate, report, profile, ui, doctor):
     context = {"allow_extra_args": True} if verb is verify else None  # arguments of a script
     app.command(epilog=examples_of(verb.__name__), context_settings=context)(verb)
+app.command("import", epilog=examples_of("import"))(import_checkpoint)
 app.add_typer(bench_app)
 app.add_typer(comm_app)
 app.add_typer(server_app)
