@@ -216,6 +216,11 @@ def _switched_on(plan: Plan) -> Iterator[tuple[bool, str, str]]:
         is_on = plan.float8.linears != "none" or plan.float8.experts != "none"
         yield is_on and has, f"float8 with {what}", "set float8.linears and float8.experts to 'none'"
     yield (
+        plan.has_delayed_updates and plan.float8.linears != "none" and plan.float8.recipe == "delayed",
+        f"float8.recipe = 'delayed' with {plan.delayed_by}: scales and weights would be of different steps",
+        "set float8.recipe = 'tensorwise'",
+    )
+    yield (
         plan.never_flushes and plan.float8.measure_every > 0,
         f"float8.measure_every with {plan.delayed_by}: micro-batches of several steps are in flight",
         "set float8.measure_every = 0",

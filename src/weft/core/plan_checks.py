@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from weft.core.errors import PlanError
-from weft.core.float8_section import GATHERED
+from weft.core.float8_section import GATHERED, Float8
 from weft.core.precision import impossible
 from weft.core.secondary import check_secondary
 
@@ -89,6 +89,12 @@ def _check_float8(plan: Plan) -> Iterator[tuple[str, str]]:
     if float8.linears != "none" and float8.gather == "float8" and float8.recipe != GATHERED:
         sentence = f"float8.gather = 'float8' sends one scale per weight, but float8.recipe is {float8.recipe!r}"
         yield sentence, f"set float8.gather = 'weights', or float8.recipe = {GATHERED!r}"
+    if float8.recipe == "delayed" and float8.experts == "all":
+        sentence = "float8.recipe = 'delayed' has scales of linear layers; experts get other rows in every step"
+        yield sentence, "set float8.experts = 'none', or float8.recipe = 'tensorwise'"
+    for name in ("amax_history", "margin"):
+        if getattr(float8, name) != Float8.model_fields[name].default and float8.recipe != "delayed":
+            yield f"float8.{name} without delayed scales", "set float8.recipe = 'delayed'"
     yield from _check_accuracy(plan)
 
 

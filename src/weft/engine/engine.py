@@ -160,6 +160,7 @@ class Engine(EngineState, EngineRecords):
             norm, skipped = self.updates.finish_step()
         self.buffer_sync.after_step()
         self.inputs.finish_step()
+        self.float8.finish_step(is_skipped=skipped)
         router = self.routers.finish_step(is_skipped=skipped)
         timer.mark(TimeTerm.OPTIMIZER)
         self.steps_done += 1

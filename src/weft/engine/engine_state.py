@@ -108,9 +108,9 @@ class EngineState:
     def scalars(self) -> dict[str, Any]:
         """The rest of the state, as JSON values."""
         late, router, scale = self.updates.scalars(), self.routers.scalars(), self.loss_scale.state()
-        fallen = self.float8.scalars()
+        fallen, amax = self.float8.scalars(), self.float8.delayed_scalars()
         found = {"steps_done": self.steps_done, "loss_scale": scale, "late_norms": late, "router": router}
-        return {**found, **({"float8": fallen} if fallen else {})}
+        return {**found, **({"float8": fallen} if fallen else {}), **({"float8_amax": amax} if amax else {})}
 
     def restore_scalars(self, scalars: Mapping[str, Any]) -> None:
         self.steps_done = int(scalars["steps_done"])
@@ -118,6 +118,7 @@ class EngineState:
         self.updates.restore(scalars.get("late_norms", {}))
         self.routers.restore(scalars.get("router", {}))
         self.float8.restore(scalars.get("float8", {}))
+        self.float8.restore_delayed(scalars.get("float8_amax", {}))
         self.axes.after_load(self.trained, self.optimizer, self.masters)
         if self.offload is not None:
             self.offload.refresh_weights()

@@ -27,7 +27,7 @@ from weft.engine.state import MODEL, OPTIMIZER, as_shard, base_tensors
 from weft.verify.checks import Block
 from weft.verify.coded_sums import GATHERS, SUMS, SumEvidence, SumWatch
 from weft.verify.eight_bit import decode_moments
-from weft.verify.float8_check import wrong_products
+from weft.verify.float8_check import differing_histories, wrong_products
 from weft.verify.forward_weights import Seen, WeightWatch, digest
 from weft.verify.low_update import LowPrecisionStep
 from weft.verify.run_trace import RunTrace, Tensors
@@ -103,6 +103,7 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
             evidence.eval_losses.append(engine.evaluate(evaluation).loss)
     engine.on_gradients = None
     evidence.forward_weights = weights.gather()
+    evidence.wrong_products += differing_histories(engine)
     evidence.dtypes = engine.dtypes()
     state = _over_stages(engine, _full_state(engine))
     evidence.weights = _with_prefix(state, MODEL)

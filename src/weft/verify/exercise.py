@@ -209,6 +209,8 @@ def plan_precision(plan: Plan, train: TrainSpec) -> ReferencePrecision:
         has_8bit_moments=train.optimizer == "adamw8bit",
         float8=plan.float8.linears,
         recipe=plan.float8.recipe,
+        amax_history=plan.float8.amax_history if plan.float8.recipe == "delayed" else 0,
+        amax_margin=plan.float8.margin if plan.float8.recipe == "delayed" else 0,
         has_float8_experts=plan.float8.experts == "all",
         measure_every=plan.float8.measure_every if plan.float8.fallback_error else 0,
         fallback_error=plan.float8.fallback_error,

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from weft.core.float8_section import Float8
@@ -38,6 +39,18 @@ def wrong_products(engine: Engine) -> list[str]:
             errors = _errors(name, sizes, scaling, shard, dims=dims, device=engine.device)
             wrong += [f"{name}: {what} off by {error:.1e}" for what, error in errors if not error <= ALLOWED]
     return wrong
+
+
+def differing_histories(engine: Engine) -> list[str]:
+    """Layers whose delayed scales are not those of rank 0. Collective."""
+    held: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(held, engine.float8.delayed_scalars())
+    return [
+        f"{name}: another amax history on rank {rank} than on rank 0"
+        for rank, of_rank in enumerate(held)
+        for name, history in of_rank.items()
+        if history != held[0].get(name)
+    ]
 
 
 def _scaled(engine: Engine) -> Iterator[tuple[str, Scaling, tuple[int, int]]]:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.core.float8_section import Float8Choice, Float8Recipe
+from weft.core.float8_section import WHOLE, Float8Choice, Float8Recipe
 from weft.engine.kernels.float8 import chosen_linears
 from weft.models.layout import describe
+from weft.verify.float8_delayed import delayed_of
 from weft.verify.plain_experts import by_position, plain_experts
 
 Note = Callable[..., None] | None
@@ -65,8 +66,12 @@ def multiply_in_float8(
     """Make the chosen linear layers of `model`'s blocks multiply in float8."""
     for name, is_chosen in chosen_linears(model, describe(model), choice).items():
         if is_chosen:
-            linear = model.get_submodule(name)
-            linear.register_forward_hook(functools.partial(_recompute, recipe, fallback=fallback, name=name))
+            linear, again = (
+                model.get_submodule(name),
+                functools.partial(_recompute, recipe, fallback=fallback, name=name),
+            )
+            delayed = functools.partial(delayed_of(model).rounded, name) if recipe == "delayed" else None
+            linear.register_forward_hook(functools.partial(again, delayed=delayed))
 
 
 def _recompute(
@@ -77,56 +82,75 @@ def _recompute(
     *,
     fallback: Fallback = NO_FALLBACK,
     name: str = "",
+    delayed: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """Forward hook: replace the layer's output."""
     if name in fallback.plain:
         return plain
-    out = _rounded_product(args[0].flatten(0, -2), linear.weight, recipe, fallback if linear.training else None, name)
+    rows, noted = args[0].flatten(0, -2), fallback if linear.training else None
+    at_scale = functools.partial(delayed, is_noted=linear.training) if delayed is not None else None
+    out = _rounded_product(rows, linear.weight, recipe, noted, name, at_scale)
     out = out.view(plain.shape)
     return out if linear.bias is None else out + linear.bias  # type: ignore[operator]
 
 
-def _rounded_product(inputs: Tensor, weight: Any, recipe: Float8Recipe, fallback: Fallback | None, name: str) -> Tensor:
-    """`fallback`: sums the errors of a step that is measured."""
+def _rounded_product(
+    inputs: Tensor,
+    weight: Any,
+    recipe: Float8Recipe,
+    fallback: Fallback | None,
+    name: str,
+    at_scale: Callable[..., Tensor] | None = None,
+) -> Tensor:
+    """`fallback`: sums the errors of a step that is measured; `at_scale` rounds with scales of steps before."""
     is_summed = fallback is not None and fallback is not NO_FALLBACK
     note = functools.partial(fallback.add, name) if fallback is not None and is_summed else None
-    made: Tensor = _Rounded.apply(inputs, weight, recipe, note)  # type: ignore[no-untyped-call]
+    # with one scale per operand its codes serve all products
+    made: Tensor = _Rounded.apply(inputs, weight, at_scale or _by_recipe(recipe), note, recipe in WHOLE)  # type: ignore[no-untyped-call]
     return made
+
+
+def _by_recipe(recipe: Float8Recipe) -> Callable[[str, Tensor], Tensor]:
+    return lambda operand, values: rounded(
+        values, recipe, is_weight=operand == "weight", is_gradient=operand == "gradient"
+    )
 
 
 class _Rounded(torch.autograd.Function):
     """Every operand is rounded for its product, along the dimension that the product sums over."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, recipe: Float8Recipe, note: Note) -> Tensor:
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, rounding: Callable[..., Tensor], note: Note, is_whole: bool
+    ) -> Tensor:
         ctx.save_for_backward(inputs, weight)
-        ctx.recipe, ctx.note = recipe, note
-        x, w = rounded(inputs, recipe), rounded(weight, recipe, is_weight=True)
+        ctx.rounding, ctx.note, ctx.is_whole = rounding, note, is_whole
+        x, w = rounding("input", inputs), rounding("weight", weight)
         if note is not None:
             note("input", inputs, x)
             note("weight", weight, w, times=len(inputs))
         return torch.einsum("mk,nk->mn", x, w).to(inputs.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *arriving: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *arriving: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         inputs, weight = ctx.saved_tensors
-        (gradient,), recipe = arriving, ctx.recipe
-        g, w = rounded(gradient, recipe, is_gradient=True), rounded(weight.t(), recipe, is_weight=True)
-        late, x = rounded(gradient.t(), recipe, is_gradient=True), rounded(inputs.t(), recipe)
+        (gradient,), rounding = arriving, ctx.rounding
+        g, w = rounding("gradient", gradient), rounding("weight", weight.t())
+        late, x = rounding("gradient", gradient.t()), rounding("input", inputs.t())
         if ctx.note is not None:
             ctx.note("gradient", gradient, g)
-        if ctx.note is not None and recipe != "tensorwise":  # whose codes serve all products
+        if ctx.note is not None and not ctx.is_whole:  # else codes serve all products
             ctx.note("weight", weight.t(), w, times=len(inputs))
             ctx.note("gradient", gradient.t(), late)
             ctx.note("input", inputs.t(), x)
         by_input, by_weight = torch.einsum("mn,kn->mk", g, w), torch.einsum("nm,km->nk", late, x)
-        return by_input.to(inputs.dtype), by_weight.to(inputs.dtype), None, None
+        return by_input.to(inputs.dtype), by_weight.to(inputs.dtype), None, None, None
 
 
 def rounded(values: Tensor, recipe: Float8Recipe, *, is_weight: bool = False, is_gradient: bool = False) -> Tensor:
     """The nearest numbers that the recipe can write, as float32; the last dimension is summed over."""
     rows, columns = values.shape
-    if recipe == "tensorwise":
+    if recipe in ("tensorwise", "delayed"):  # which has no scale before a first step
         dtype = torch.float8_e5m2 if is_gradient else torch.float8_e4m3fn
         return _nearest(values, values.abs().max(), dtype)
     if recipe == "nvfp4":

@@ -23,6 +23,7 @@ from weft.engine.activations.dropout import number_blocks, seeded_forward, uses_
 from weft.engine.kernels.cpu_matmul import patch_low_precision_matmul
 from weft.models.layout import describe
 from weft.verify.eight_bit import round_moments
+from weft.verify.float8_delayed import PlainDelayed, delayed_of
 from weft.verify.float8_reference import (
     NO_FALLBACK,
     Fallback,
@@ -223,6 +224,7 @@ def add_gradients(
     """Add the gradients of (summed loss of `rows`) / `count` to the masters; return the summed loss."""
     chunk = {key: value[rows.start : rows.stop] for key, value in batch.items()}
     fallback_of(model).begin(step)
+    delayed_of(model).begin(step)
     with seeded_forward(
         seed=exercise.train.seed,
         step=step,
@@ -259,6 +261,7 @@ def token_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
 def evaluate(model: nn.Module, batches: Sequence[Batch]) -> float:
     model.eval()
     fallback_of(model).finish()
+    delayed_of(model).finish()
     count = sum(int((batch["labels"] != -100).sum()) for batch in batches)
     total = sum(token_losses(model, batch).item() for batch in batches)
     model.train()
@@ -273,6 +276,7 @@ def prepare(model: nn.Module, precision: ReferencePrecision, split: BatchSplit) 
     has_fallback = precision.fallback_error > 0
     fallback = Fallback(precision.measure_every, precision.fallback_error) if has_fallback else NO_FALLBACK
     model.float8_fallback = fallback  # type: ignore[assignment]
+    model.float8_delayed = PlainDelayed(precision.amax_history, precision.amax_margin)  # type: ignore[assignment]
     multiply_in_float8(model, precision.float8, precision.recipe, fallback)
     if precision.has_float8_experts:
         multiply_experts_in_float8(model, precision.recipe, fallback)

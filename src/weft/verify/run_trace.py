@@ -26,6 +26,8 @@ class ReferencePrecision:
     has_8bit_moments: bool = False
     float8: Float8Choice = "none"  # linear layers that multiply in float8
     recipe: Float8Recipe = "tensorwise"
+    amax_history: int = 0  # steps of the recipe delayed
+    amax_margin: int = 0
     has_float8_experts: bool = False
     measure_every: int = 0  # steps after which layers of larger errors than `fallback_error` fall back
     fallback_error: float = 0.0

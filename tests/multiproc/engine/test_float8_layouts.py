@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 from gloo_ranks import run_ranks
 from tiny import build_engine, train_steps
@@ -73,6 +75,37 @@ def test_tensor_parallel_ranks_have_the_scales_of_one_process() -> None:
             # blocks are on one rank; what all ranks share is wrong without the reduction
             # blocks of 32 and 128 features never reach into another rank
             assert bool(num_unreduced) == (recipe not in ("blockwise", "mxfp8")), recipe
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "dp": {"mesh": {"dp_replicate": 2}},
+    "tp": {"mesh": {"tp": 2}, "tensor_parallel": {"sequence_parallel": True}},
+    "pp": {"mesh": {"pp": 2}, "pipeline": {"microbatches": 2}},
+}
+
+
+def histories(rank: int, world: int) -> dict[str, Any]:
+    found = {}
+    for name, layout in LAYOUTS.items() if world > 1 else [("one", {})]:
+        if world == 1 or name != "one":
+            engine = build_engine("llama", {**tables("delayed"), **layout})
+            found[name] = train_steps(engine, 2), engine.float8.delayed_scalars()
+    return found
+
+
+def test_every_layout_has_the_amax_of_the_global_batch_on_every_rank() -> None:
+    single, (first, second) = run_ranks(histories, 1)[0]["one"], run_ranks(histories, 2, timeout_s=200.0)
+    for layout, (losses, history) in first.items():
+        assert second[layout][1] == history
+        assert [loss for loss, _ in losses] == pytest.approx([loss for loss, _ in single[0]], abs=SAME_LOSS_ABS), layout
+        for name, row in history.items():
+            found, right = (
+                np.frombuffer(base64.b64decode(one), "<f4").reshape(3, -1) for one in (row, single[1][name])
+            )
+            assert (found[1, 1] == right[1, 1]).all(), "the weights of the first step"
+            assert found[0, :2] == pytest.approx(right[0, :2], rel=0.1), (layout, name)
+        assert len(history) == len(single[1])
 
 
 def split(rank: int, world: int) -> dict[Any, Any]:

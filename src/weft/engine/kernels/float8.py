@@ -6,8 +6,9 @@ With one scale per tensor codes serve both ways:
     dx = g w       g in e5m2 (57344 at most), w as before
     dw = g^T x     g, x as before; all sums in float32, all results in the dtype of x
 
-Other recipes quantise x, w and g for each product, along its contraction. Weights, norms, routers, the head and the
-loss keep their precision. `core/float8.py` chooses the layers that gain.
+The recipe `delayed` takes the scales of steps before (`float8_delayed.py`). Other recipes quantise x, w and g for each
+product, along its contraction. Weights, norms, routers, the head and the loss keep their precision. `core/float8.py`
+chooses the layers that gain.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from torch import Tensor, nn
 
 from weft.core.errors import DeviceError
 from weft.core.float8 import takes_float8
+from weft.core.float8_section import WHOLE as WHOLE_RECIPES
 from weft.core.float8_section import Float8, Float8Choice
 from weft.engine.activations.split_backward import LateGradient, SplitBackward
-from weft.engine.kernels.float8_accuracy import Float8Layers, LayerAccuracy
+from weft.engine.kernels.float8_accuracy import Float8Layers
 from weft.engine.kernels.float8_experts import apply_to_experts, names_of_experts
 from weft.engine.kernels.float8_operands import (
     E4M3,
@@ -70,19 +72,18 @@ def apply_float8(
     layers.update(chosen)
     for name, is_chosen in chosen.items():
         if is_chosen:
-            _multiply_in_float8(model.get_submodule(name), name, float8, tp, layers.accuracy_of(name))
+            _multiply_in_float8(model.get_submodule(name), name, float8, tp, layers)
     if float8.experts == "all":
         _require_float8(device)
         layers.update(apply_to_experts(model, layout, float8.recipe, tp, layers.accuracy_of))
     return layers
 
 
-def _multiply_in_float8(
-    linear: Any, name: str, float8: Float8, tp: TPContext | None, accuracy: LayerAccuracy | None
-) -> None:
+def _multiply_in_float8(linear: Any, name: str, float8: Float8, tp: TPContext | None, layers: Float8Layers) -> None:
     """The same parameters under the same names, with another forward."""
     linear.__class__ = Float8Linear
-    linear.scaling = replace(scaling_of(f"{name}.weight", float8.recipe, tp), accuracy=accuracy)
+    scaling = scaling_of(f"{name}.weight", float8.recipe, tp)
+    linear.scaling = replace(scaling, accuracy=layers.accuracy_of(name), delayed=layers.delayed_of(name))
     if is_wrapped(linear):
         replace_own(linear, lambda _: types.MethodType(Float8Linear.forward, linear))
 
@@ -128,6 +129,9 @@ class Float8Linear(nn.Linear):
         if self.scaling.is_plain:
             return F.linear(input, self.weight)
         rows = input.reshape(-1, input.shape[-1])
+        if self.scaling.delayed is not None:  # a compiled graph would not see the amax of this step
+            out: Tensor = _outside_of_graphs(rows, self.weight, self.scaling.here())
+            return out.view(*input.shape[:-1], -1)
         gathered = None
         if self.gathered is not None and self.gathered_scale is not None:
             gathered = self.gathered, self.gathered_scale
@@ -140,10 +144,15 @@ def scaled_product(
 ) -> Tensor:
     """rows @ weight^T. `gathered`: the weight's codes and their scale, if it has arrived as such."""
     values, deferred = _for_split(rows, weight)
-    if scaling.recipe != "tensorwise":
+    if scaling.recipe not in WHOLE_RECIPES:
         return _ScaledProduct.apply(rows, values, scaling, deferred)  # type: ignore[no-any-return, no-untyped-call]
     w, w_scale = gathered or _quantise(weight.detach(), "NK", "weight", scaling, rows=len(rows))
     return _Product.apply(rows, values, w, w_scale, scaling, deferred)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _outside_of_graphs(rows: Tensor, weight: Tensor, scaling: Scaling) -> Tensor:
+    return scaled_product(rows, weight, scaling)
 
 
 Owner = tuple[tuple[Tensor], list[LateGradient]]  # in a tuple: a tensor would be part of the graph
@@ -221,8 +230,11 @@ def quantise(values: Tensor, dtype: torch.dtype, sharing: Sharing = WHOLE) -> tu
 
 
 def _quantise(values: Tensor, dims: str, role: Role, scaling: Scaling, *, rows: int = 1) -> tuple[Tensor, Tensor]:
-    """An operand of a tensor-wise layer. `rows`: rows that a weight multiplies."""
-    codes, back = quantise(values, E5M2 if role == "gradient" else E4M3, scaling.sharing(dims))
+    """An operand of a layer with one scale each. `rows`: rows that a weight multiplies."""
+    if scaling.delayed is not None:
+        codes, back = scaling.delayed.quantise(values, role, scaling.sharing(dims))
+    else:
+        codes, back = quantise(values, E5M2 if role == "gradient" else E4M3, scaling.sharing(dims))
     if scaling.accuracy is not None:
         scaling.compare(role, values, whole_operand(codes, back), rows=rows)
     return codes, back

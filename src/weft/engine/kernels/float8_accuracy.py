@@ -16,7 +16,7 @@ ranks decide by the same sums.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from weft.comm.observer import buffer_collectives
 from weft.core.float8_section import Float8
 from weft.core.records import OPERANDS
 from weft.engine.activations.recomputing import is_recomputing
+from weft.engine.kernels.float8_delayed import DelayedScale, DelayedScales
 from weft.engine.kernels.float8_operands import E2M1_MOST, Operand, Role
 
 _ROLES: tuple[Role, ...] = ("activation", "weight", "gradient")  # as OPERANDS
@@ -91,14 +92,30 @@ class Float8Layers(dict[str, bool]):
         self._layers = {name: LayerAccuracy(sums, float8.recipe) for name, sums in rows}
         self._unquantised: dict[str, int] = {}  # layers that fell back, and the step after which
         self._last: dict[str, tuple[int, Quotients]] = {}  # the newest figures of each layer, and their step
+        self._delayed: DelayedScales | None = None
+        if float8.linears != "none" and float8.recipe == "delayed":
+            self._delayed = DelayedScales(names, length=float8.amax_history, margin=float8.margin, device=device)
         self.figures: dict[str, Any] = {}  # of the last step, as fields of a StepRecord
 
     def accuracy_of(self, name: str) -> LayerAccuracy | None:
         return self._layers.get(name)
 
+    def delayed_of(self, name: str) -> DelayedScale | None:
+        return self._delayed.of(name) if self._delayed is not None else None
+
+    def finish_step(self, *, is_skipped: bool) -> None:
+        """Set the delayed scales of the next step. Collective."""
+        if self._delayed is not None:
+            self._delayed.finish_step(is_skipped=is_skipped)
+
     @contextmanager
     def watching(self, steps_done: int) -> Iterator[None]:
         """Around a step; every `measure_every`th one is measured. Its end is collective. Dry runs measure none."""
+        with self._delayed.recording() if self._delayed is not None else nullcontext(), self._measuring(steps_done):
+            yield
+
+    @contextmanager
+    def _measuring(self, steps_done: int) -> Iterator[None]:
         step, self.figures = steps_done + 1, {}
         if not self._names or step % self._every or active_fake_mode() is not None:
             yield
@@ -151,6 +168,14 @@ class Float8Layers(dict[str, bool]):
     def scalars(self) -> dict[str, int]:
         """Layers that fell back, and the step after which."""
         return dict(self._unquantised)
+
+    def delayed_scalars(self) -> dict[str, str]:
+        """The amax of the last steps, by layer."""
+        return self._delayed.scalars() if self._delayed is not None else {}
+
+    def restore_delayed(self, scalars: Mapping[str, Any]) -> None:
+        if self._delayed is not None:
+            self._delayed.restore(scalars)
 
     def restore(self, scalars: Mapping[str, Any]) -> None:
         """A run without `fallback_error` begins with all layers in float8."""

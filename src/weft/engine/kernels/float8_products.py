@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from weft.core.float8_section import Float8Recipe
+from weft.core.float8_section import WHOLE, Float8Recipe
 from weft.engine.kernels.float8_operands import BLOCK, UNIT, Operand, padded, padded_codes
 
 _HOPPER, _BLACKWELL = (9, 0), (10, 0)
@@ -40,7 +40,7 @@ def has_kernel(recipe: Float8Recipe, device: torch.device) -> bool:
         return capability >= _HOPPER
     if recipe == "blockwise":
         return _HOPPER <= capability < _BLACKWELL
-    return recipe == "tensorwise"
+    return recipe in WHOLE
 
 
 def multiply_operands(left: Operand, right: Operand, recipe: Float8Recipe, dtype: torch.dtype) -> Tensor:

@@ -5,7 +5,7 @@ Dimensions are letters: M rows of activations, N outputs, K inputs; an operand i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from weft.core.float8 import BLOCKS
 from weft.core.float8_section import Float8Recipe
 from weft.core.shards import LocalShard
 from weft.engine.kernels.float8_accuracy import LayerAccuracy
+from weft.engine.kernels.float8_delayed import DelayedScale
 from weft.engine.kernels.float8_operands import Operand, Role, Sharing, quantise_operand
 from weft.engine.kernels.float8_products import multiply_operands
 from weft.engine.tp.activation_layout import ActivationLayout
@@ -35,12 +36,14 @@ class Scaling:
     divided: str = ""
     activations: ActivationLayout | None = None
     accuracy: LayerAccuracy | None = field(default=None, compare=False)
+    delayed: DelayedScale | None = field(default=None, compare=False)
 
     def here(self) -> Scaling:
         """The scaling at this point of a forward."""
         if self.activations is None:
             return self
-        return Scaling(self.recipe, self.group, "M" if self.activations.now == "stream" else "", None, self.accuracy)
+        divided = "M" if self.activations.now == "stream" else ""
+        return replace(self, divided=divided, activations=None)
 
     @property
     def is_plain(self) -> bool:

@@ -8,6 +8,7 @@
                    eager        abs 4, max 2, float 6, times 8, clamp 8, cast 5 = 33, and the time of 29 for the
                                 transpose: torch's copy of bytes reaches a fraction of the bandwidth
 
+Delayed scales come with an amax of the same operands, outside of compiled graphs: the passes of eager tensors.
 Other recipes quantise an operand for each product that reads it, twice per step, from 16 bits: rows as above, blocks in
 one pass (2 + 1 compiled); the transpose is part of it. Scales are written and read in float32.
 
@@ -25,7 +26,7 @@ import numpy as np
 
 from weft.core.cluster import Device
 from weft.core.float8 import takes_float8
-from weft.core.float8_section import EMULATED, GATHERED, RECIPES, Float8Choice, Float8Recipe
+from weft.core.float8_section import EMULATED, RECIPES, WHOLE, Float8Choice, Float8Recipe
 from weft.core.model_shape import LinearShape
 from weft.plan.columns import Bools, Columns, Floats
 from weft.plan.request import Request
@@ -80,7 +81,7 @@ def rate_share(device: Device, columns: Columns) -> Floats:
 
     An emulated recipe multiplies restored values in float32.
     """
-    share = np.where(columns.float8_recipe == RECIPES.index(GATHERED), 1.0, SCALED_RATE)
+    share = np.where(np.isin(columns.float8_recipe, [RECIPES.index(one) for one in WHOLE]), 1.0, SCALED_RATE)
     if not has_float8(device):
         return share
     wide = _best(device, "float32") / _best(device, RATE)
@@ -93,7 +94,7 @@ def _best(device: Device, rate: str) -> float:
 
 def quantise_bytes(columns: Columns, *, rows: Floats, inner: Floats, outer: Floats) -> QuantiseBytes:
     """Bytes for a matmul [rows, inner] x [inner, outer]; a weight gathered in float8 is quantised already."""
-    is_compiled = columns.compiled > 0
+    is_compiled = (columns.compiled > 0) & (columns.float8_recipe != RECIPES.index("delayed"))
     each = np.where(is_compiled, QUANTISED_COMPILED, QUANTISED_EAGER)
     transposed = np.where(is_compiled, TRANSPOSED_COMPILED, TRANSPOSED_EAGER)
     inputs, weights, outputs = rows * inner, inner * outer, rows * outer

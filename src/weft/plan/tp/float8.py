@@ -5,6 +5,7 @@ The ranks of a layer divide its outputs N ("column") or its inputs K ("row"), M 
 | recipe     | column                                 | row                              |
 | ---------- | -------------------------------------- | -------------------------------- |
 | tensorwise | single numbers, which are not counted  | the same                         |
+| delayed    | none: amax of all layers, once a step  | the same                         |
 | rowwise    | backward: M for gradients, K for weights | forward: M for rows, N for weights |
 | blocks     | none: every block is on one rank       | none                             |
 
