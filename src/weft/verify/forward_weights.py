@@ -75,8 +75,9 @@ class WeightWatch:
                 self._add(name, value.detach())
 
     def _add(self, name: str, value: Tensor) -> None:
-        layout, shard = self._engine.layout, self._engine.shards.get(name)
-        first_name = layout.copies.get(name, layout.ties.get(name, name))
+        layout = self._engine.layout
+        own_name = layout.ties.get(name, name)
+        shard, first_name = self._engine.shards.get(own_name), layout.copies.get(own_name, own_name)
         for offsets, sizes, part in _parts(value, shard):
             key = (first_name, str(value.dtype).removeprefix("torch."), offsets, sizes)
             self._steps[-1].setdefault(key, (name, []))[1].append(digest(part))

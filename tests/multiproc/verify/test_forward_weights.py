@@ -23,6 +23,7 @@ REPLICAS = {"mesh": {"dp_replicate": 2}, "precision": {"preset": "bf16"}, "activ
 CASES: dict[str, tuple[str, dict[str, Any], Any]] = {
     "gathered": ("llama", IN_INT8, bugs.own_shard_not_rounded_in_a_gather),
     "tied": ("qwen3-tied", PIPELINE, bugs.tied_copy_updated_by_itself),
+    "tied shards": ("gpt2", {"mesh": {"tp": 2}}, nullcontext),
     "replicas": ("llama", REPLICAS, bugs.one_replica_casts_up),
 }
 
@@ -46,6 +47,7 @@ def watched(_rank: int, _world: int) -> dict[str, tuple[str, str]]:
 def test_a_copy_with_other_bits_is_found() -> None:
     found = run_ranks(watched, 2, timeout_s=200.0)[0]
     assert all(healthy.startswith("True") for healthy, _ in found.values()), found
+    assert found["tied shards"][1].startswith("True"), found
     assert found["gathered"][1].startswith("False: step 1, model.embed_tokens.weight, 1: expected the bits that 0")
     assert "step 2, lm_head.weight, 1: expected the bits of its tied copy model.embed_tokens.weight" in found["tied"][1]
     assert "step 1, model.layers.0.input_layernorm.weight, 1" in found["replicas"][1]
