@@ -18,7 +18,7 @@ def check_objective(plan: Plan, run: RunSpec) -> Iterator[tuple[str, str]]:
     if has_pairs and not objective.is_of_pairs:
         yield (
             f"data.format = 'preference' gives pairs, and objective.kind = {objective.kind!r} does not train on pairs",
-            "set objective.kind = 'dpo' or 'orpo', or data.format = 'chat' to train on the chosen answers",
+            "set objective.kind = 'dpo', 'orpo' or 'reward', or data.format = 'chat' to train on the chosen answers",
         )
     if not objective.reads_logits:
         return
@@ -42,7 +42,12 @@ def require_next_token(run: RunSpec, verb: str) -> None:
 
 
 def require_counted(run: RunSpec, verb: str) -> None:
-    """Refuse a verb that does not count a teacher's memory and time."""
+    """Refuse a verb that does not count a teacher's memory and time, or a scalar head."""
+    if run.objective.kind == "reward":
+        raise NotBuiltError(
+            f"{verb} does not count the scalar head of objective.kind = 'reward' yet",
+            hint="--set objective.kind=orpo counts the same pairs with an output head",
+        )
     if run.objective.kind == "distillation":
         raise NotBuiltError(
             f"{verb} does not count the teacher of objective.kind = 'distillation' yet",
@@ -52,6 +57,9 @@ def require_counted(run: RunSpec, verb: str) -> None:
 
 def _not_of_layout(plan: Plan, run: RunSpec) -> Iterator[tuple[bool, str, str]]:
     mesh, mode, has_teacher = plan.mesh, plan.tensor_parallel.mode, run.objective.kind == "distillation"
+    has_score = run.objective.kind == "reward"
+    yield has_score and mesh.tp > 1, f"mesh.tp = {mesh.tp}: a scalar head has no vocabulary to shard", "set mesh.tp = 1"
+    yield has_score and run.samples.every > 0, "[samples]: a scalar head writes no text", "set samples.every = 0"
     for axis, size in (("cp", mesh.cp), *((("pp", mesh.pp), ("ep", mesh.ep), ("tp", mesh.tp)) if has_teacher else ())):
         yield size > 1, f"mesh.{axis} = {size}", f"set mesh.{axis} = 1"
     flushes = "choose a schedule that flushes, such as 1f1b"

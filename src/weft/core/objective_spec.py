@@ -12,6 +12,7 @@ _KEYS_OF = {
     "next_token": (),
     "dpo": ("loss", "beta", "label_smoothing", "reference", "per_token"),
     "orpo": ("beta",),
+    "reward": ("center",),
     "distillation": ("teacher", "temperature", "alpha"),
 }
 
@@ -19,10 +20,11 @@ _KEYS_OF = {
 class ObjectiveSpec(Section):
     """The loss: of the next token, or of pairs of a chosen and a rejected answer. A loss of pairs is their mean."""
 
-    kind: Literal["next_token", "dpo", "orpo", "distillation"] = Field(
+    kind: Literal["next_token", "dpo", "orpo", "reward", "distillation"] = Field(
         default="next_token",
         description="next_token | dpo (direct preference optimisation) | orpo (odds ratio of the answers, without a "
-        "reference), both with data.format = 'preference' | distillation (the probabilities of a teacher)",
+        "reference) | reward (a scalar head scores answers), all with data.format = 'preference' | distillation (the "
+        "probabilities of a teacher)",
     )
     loss: Literal["sigmoid", "ipo"] = Field(
         default="sigmoid", description="dpo: sigmoid (-log sigmoid(beta x margin)) | ipo ((margin - 1 / (2 beta))^2)"
@@ -46,6 +48,9 @@ class ObjectiveSpec(Section):
         description="dpo: divide log-probabilities of an answer by its tokens; absent: true for ipo, false for sigmoid",
     )
 
+    center: float = Field(
+        default=0.0, ge=0, description="reward: weight of (chosen + rejected)^2, which keeps rewards around zero"
+    )
     teacher: str | None = Field(
         default=None, description="distillation: a Hugging Face folder or hub name with the student's vocabulary"
     )
@@ -58,7 +63,7 @@ class ObjectiveSpec(Section):
 
     @property
     def is_of_pairs(self) -> bool:
-        return self.kind in ("dpo", "orpo")
+        return self.kind in ("dpo", "orpo", "reward")
 
     @property
     def reads_logits(self) -> bool:

@@ -43,6 +43,10 @@ class ModelSpec(Section):
         default="auto", description="auto (pretrained with path, random with type) | random | pretrained"
     )
     attention: Literal["sdpa", "eager"] = Field(default="sdpa", description="sdpa | eager")
+    head: Literal["tokens", "scalar"] = Field(
+        default="tokens",
+        description="tokens | scalar (one number per position in place of logits; objective.kind = 'reward' sets it)",
+    )
 
     @property
     def own_tokenizer(self) -> str | None:
@@ -226,6 +230,15 @@ class RunSpec(Document):
     def _has_average(self) -> RunSpec:
         if self.evaluation.weights == "ema" and not self.train.ema_decay:
             raise ValueError("evaluation.weights = 'ema' needs train.ema_decay above 0, such as 0.999")
+        return self
+
+    @model_validator(mode="after")
+    def _has_head(self) -> RunSpec:
+        """Store the head in the value: whoever builds the model reads [model] alone."""
+        if self.objective.kind == "reward":
+            object.__setattr__(self, "model", self.model.model_copy(update={"head": "scalar"}))
+        elif self.model.head == "scalar":
+            raise ValueError("model.head = 'scalar' needs objective.kind = 'reward'")
         return self
 
     @model_validator(mode="after")

@@ -6,6 +6,8 @@
     ipo         (margin - 1 / (2 beta))^2
     orpo        -a(chosen) - beta log sigmoid(odds(chosen) - odds(rejected))     odds = a - log(1 - exp a), a = log p
                 over the number of labels
+    reward      -log sigmoid(r(chosen) - r(rejected)) + center (r(chosen) + r(rejected))^2     r: a scalar head's output
+                at the last token of the row
 
 Log-probabilities of the reference come with the batch (`engine/reference.py`). The loss is a sum over pairs and the
 weight their number, so the engine's division makes it a mean over the pairs of the global batch in every layout.
@@ -51,6 +53,17 @@ class RowLogProbs:
             return logits_of(model(batch["input_ids"]))
         inputs = {key: value for key, value in batch.items() if key not in ("labels", REFERENCE)}
         return logits_of(model(**inputs, use_cache=False))
+
+
+class LastTokenRewards(RowLogProbs):
+    """Outputs of a scalar head at the last token of each row: labels are shifted, so it follows the last label."""
+
+    def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        scores, labels = self._logits(model, batch), batch["labels"]
+        places = torch.arange(labels.shape[1], device=labels.device)
+        last = torch.where(labels != IGNORED, places + 1, 0).amax(-1).clamp(max=labels.shape[1] - 1)
+        found: torch.Tensor = scores[torch.arange(len(labels), device=labels.device), last, 0]
+        return found.double()
 
 
 class PairObjective:
@@ -128,6 +141,23 @@ class OddsRatio(PairObjective):
         return losses, [-chosen, *_rewards(chosen * self.spec.beta, rejected * self.spec.beta)]
 
 
+class PairwiseReward(PairObjective):
+    """The likelihood, after Bradley and Terry, that the chosen answer wins by its reward."""
+
+    def __init__(self, spec: ObjectiveSpec) -> None:
+        self.spec = spec
+        self.figures = StepFigures("tokens", *_REWARDS)
+
+    def bind(self, model: nn.Module, plan: Plan, token_loss: TokenLoss | None) -> None:
+        super().bind(model, plan, token_loss)
+        self.log_probs = LastTokenRewards(model, token_loss)
+
+    def pair_losses(self, log_probs: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        chosen, rejected = log_probs[0::2], log_probs[1::2]
+        losses = -F.logsigmoid(chosen - rejected) + self.spec.center * (chosen + rejected).square()
+        return losses, _rewards(chosen, rejected)
+
+
 def _log_of_rest(log_prob: torch.Tensor) -> torch.Tensor:
     """log(1 - exp(log_prob)), finite where an answer is certain (and for rows without labels, which do not count)."""
     return torch.log(-torch.expm1(log_prob.clamp(max=-1e-12)))
@@ -156,5 +186,9 @@ def _counted_pairs(labels: torch.Tensor) -> torch.Tensor:
 
 def objective_of(spec: ObjectiveSpec) -> PairObjective | None:
     """The objective of [objective]; None for the loss of the next token, which the engine makes."""
-    kinds: dict[str, Callable[[ObjectiveSpec], PairObjective]] = {"dpo": DirectPreference, "orpo": OddsRatio}
+    kinds: dict[str, Callable[[ObjectiveSpec], PairObjective]] = {
+        "dpo": DirectPreference,
+        "orpo": OddsRatio,
+        "reward": PairwiseReward,
+    }
     return kinds[spec.kind](spec) if spec.kind in kinds else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from weft.core.errors import DeviceError, RunFolderError, TokenizerError, first_line
+from weft.core.errors import DeviceError, ModelError, RunFolderError, TokenizerError, first_line
 from weft.core.units import format_bytes
 from weft.engine.offload.host_room import available_bytes
 from weft.train.export import export_run
@@ -42,6 +43,7 @@ def exported(source: Path, *, step: int | None, dtype: torch.dtype) -> Iterator[
     if (source / "run.toml").is_file():
         with tempfile.TemporaryDirectory(prefix=".generate-", dir=source) as scratch:
             made = export_run(source, Path(scratch) / "model", step=step, dtype=str(dtype).removeprefix("torch."))
+            _require_writes(Path(scratch) / "model")
             yield Path(scratch) / "model", made["step"]
         return
     if not (source / "config.json").is_file():
@@ -51,7 +53,18 @@ def exported(source: Path, *, step: int | None, dtype: torch.dtype) -> Iterator[
         )
     if step is not None:
         raise RunFolderError(f"{source} has no steps", hint="--step is for run folders")
+    _require_writes(source)
     yield source, None
+
+
+def _require_writes(folder: Path) -> None:
+    """Refuse a reward model, whose head scores text and writes none."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ()):
+        raise ModelError(
+            f"{folder} is a sequence classifier, which writes no text",
+            hint="load it with transformers' AutoModelForSequenceClassification to score text",
+        )
 
 
 def open_folder_tokenizer(folder: Path) -> Any:

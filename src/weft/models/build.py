@@ -20,6 +20,7 @@ from weft.core.errors import ModelError, NotBuiltError, TokenizerError
 from weft.core.run_spec import ModelSpec
 from weft.core.vocabulary import padded
 from weft.models.hf_config import config_from_folder, config_from_type, sentence, text_config, with_vocabulary
+from weft.models.scalar_head import has_scalar_head, mark_scalar, replace_head
 from weft.models.seeds import seed_generators
 from weft.zoo.hub import model_folder
 
@@ -46,6 +47,8 @@ def build_config(spec: ModelSpec, *, vocab_size: int, end_of_document: int | Non
         )
         config = config_from_type(str(spec.type), overrides)
     _require_trainable_here(config, vocab_size=vocab_size)
+    if spec.head == "scalar":
+        mark_scalar(config)
     return config
 
 
@@ -80,6 +83,8 @@ def build_on_meta(config: Any, *, attention: str = "sdpa") -> nn.Module:
             f"a {config.model_type!r} model cannot be built from this config: {sentence(error)}",
             hint="check [model.config]: sizes must divide (hidden_size by heads, heads by key-value heads)",
         ) from error
+    if has_scalar_head(config):
+        replace_head(model)
     model.tie_weights()
     return model  # type: ignore[no-any-return]
 

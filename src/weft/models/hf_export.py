@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from weft.core.errors import RunFolderError, TokenizerError, WeightsError
 from weft.core.synced import sync_path
 from weft.models.conversion import SavePlan
 from weft.models.pretrained import saved_tensors, stored_ties, unique_names
 from weft.models.quantised import Quantiser
+from weft.models.scalar_head import classifier_config, classifier_tensors, has_scalar_head
 from weft.models.shard_writer import ShardWriter
 
 MAX_SHARD_BYTES = 2 * 1024**3
@@ -64,6 +65,8 @@ def export_folder(
     """
     require_free(out)
     model = skeleton if skeleton is not None else skeleton_of(config)
+    if has_scalar_head(config):
+        config, tensors = classifier_config(config), classifier_tensors(tensors, model.state_dict().keys())
     stream = StoredStream(model, dtype=dtype, tied=tied, quantiser=quantiser)
     with committed_folder(out) as folder:
         writer = ShardWriter(folder, max_shard_bytes=max_shard_bytes)
@@ -169,9 +172,13 @@ def is_kept_in_fp32(model: Any, name: str, dtype: torch.dtype) -> bool:
 
 def skeleton_of(config: PretrainedConfig) -> PreTrainedModel:
     """The model for names, shapes and ties only: parameters and buffers have no values."""
+    is_scalar = has_scalar_head(config)
+    kind = AutoModelForSequenceClassification if is_scalar else AutoModelForCausalLM
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), attn_implementation="eager", trust_remote_code=False
+        model: PreTrainedModel = kind.from_config(
+            classifier_config(config) if is_scalar else copy.deepcopy(config),
+            attn_implementation="eager",
+            trust_remote_code=False,
         )
     return model
 

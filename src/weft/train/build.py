@@ -28,10 +28,12 @@ from weft.engine.preference import objective_of
 from weft.models.adapter.build import run_skeleton, with_adapter
 from weft.models.adapter.targets import notes_on_experts
 from weft.models.build import build_config, build_skeleton
+from weft.models.drawn_head import WithDrawnHead
 from weft.models.hf_config import unread_keys
 from weft.models.initial import InitialWeights, WeightSource
 from weft.models.layout import describe
 from weft.models.pretrained import PretrainedWeights
+from weft.models.scalar_head import has_scalar_head, head_name
 from weft.models.weight_files import digest_of
 from weft.plan.legality import require_legal
 from weft.train.best import why_not_watched
@@ -167,10 +169,16 @@ def base_weights(run: RunSpec, config: Any, *, device: torch.device) -> tuple[We
     """As `weight_source`, of the model without adapters."""
     skeleton = build_skeleton(config, attention=run.model.attention)
     notes = _config_notes(run.model, config)
-    if reads_weights(run.model):
-        folder = model_folder(str(run.model.path), revision=run.model.revision, weights=True)
-        return PretrainedWeights(folder, skeleton), [f"weights were read from {folder}", *notes]
-    return InitialWeights(skeleton, describe(skeleton), seed=run.train.seed, device=device), notes
+    drawn = InitialWeights(skeleton, describe(skeleton), seed=run.train.seed, device=device)
+    if not reads_weights(run.model):
+        return drawn, notes
+    folder = model_folder(str(run.model.path), revision=run.model.revision, weights=True)
+    notes = [f"weights were read from {folder}", *notes]
+    if not has_scalar_head(config):
+        return PretrainedWeights(folder, skeleton), notes
+    spec = run.model.model_copy(update={"head": "tokens"})
+    stored = build_skeleton(build_config(spec, vocab_size=1), attention=run.model.attention)
+    return WithDrawnHead(PretrainedWeights(folder, stored), drawn, head_name(skeleton)), notes
 
 
 def tokenizer_notes(run: RunSpec, config: Any, *, vocab_size: int) -> list[str]:

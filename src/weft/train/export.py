@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from weft.checkpoint import LoadedCheckpoint
-from weft.core.errors import DataError, TokenizerError, WeftError, WeightsError
+from weft.core.errors import BadValueError, DataError, TokenizerError, WeftError, WeightsError
 from weft.core.run_spec import RunSpec
 from weft.data import open_tokenizer
 from weft.data.byte_tokenizer import TEMPLATE_FILE
@@ -23,6 +23,7 @@ from weft.data.samples import read_template
 from weft.models import gguf_export
 from weft.models.hf_export import export_folder, skeleton_of
 from weft.models.quantised import Quantiser
+from weft.models.scalar_head import has_scalar_head
 from weft.models.weight_codes import FORMATS
 from weft.train.calibration import BlockCalibration
 from weft.train.folder.run_folder import RunFolder
@@ -142,6 +143,10 @@ class _Source:
 
         config = AutoConfig.from_pretrained(str(self.model_path), trust_remote_code=False)
         skeleton = skeleton_of(config)
+        if weights and has_scalar_head(config):
+            raise BadValueError(
+                "--format is for models that write text, and this is a reward model", hint="leave it out"
+            )
         if weights in gguf_export.FORMATS:
             tensors = self._tensors()
             record = gguf_export.export_gguf(config, tensors, out, kind=weights, skeleton=skeleton, tokenizer=tokenizer)

@@ -13,7 +13,7 @@ from gloo_ranks import run_ranks
 from pairs import pair_settings, write_pairs
 from safetensors.torch import load_file
 from samples import by_default
-from tiny import build_engine
+from tiny import FAMILIES, build_engine
 from tiny_run import metrics, train_here
 from tolerances import SAME_CURVE_LOSS_ABS, SAME_CURVE_NORM_REL
 
@@ -71,7 +71,9 @@ def batch_of(step: int) -> dict[str, torch.Tensor]:
 
 
 def curve_of(family: str, plan: dict[str, Any], keys: dict[str, Any]) -> list[dict[str, float]]:
-    engine = build_engine(family, plan, objective=objective_of(ObjectiveSpec(**{"kind": "dpo", **keys})))
+    spec = ObjectiveSpec(**{"kind": "dpo", **keys})
+    model = FAMILIES[family].model_copy(update={"head": "scalar" if spec.kind == "reward" else "tokens"})
+    engine = build_engine(model, plan, objective=objective_of(spec))
     batches = [engine.share_of(batch_of(step)) for step in range(STEPS)]
     references = [row_log_probs(engine, batch) for batch in batches]
     found = []
@@ -103,6 +105,22 @@ def require_same(world: int, names: list[str], keys: dict[str, Any], *, family: 
 
 def test_pairs_have_the_curve_of_one_process() -> None:
     require_same(2, ["ZeRO-3, recompute", "tp", "pp"], OBJECTIVES["sigmoid"])
+
+
+def test_a_reward_model_has_the_curve_of_one_process() -> None:
+    require_same(2, ["ZeRO-3, recompute", "pp"], {"kind": "reward"})
+
+
+@pytest.mark.parametrize("world", by_default([], [2, 4], extended=[2]))
+def test_a_reward_model_in_every_layout(world: int) -> None:
+    names = [name for name, plan in (OF_TWO if world == 2 else OF_FOUR).items() if "tp" not in plan["mesh"]]
+    require_same(world, names, {"kind": "reward", "center": 0.05})
+
+
+@pytest.mark.extended
+def test_a_reward_model_with_experts_and_a_looped_pipeline() -> None:
+    require_same(2, ["ep"], {"kind": "reward"}, family="mixtral")
+    require_same(2, [*OF_FOUR_BLOCKS], {"kind": "reward"}, family="qwen3-four")
 
 
 CASES = [(name, world) for name in OBJECTIVES for world in (2, 4)]
