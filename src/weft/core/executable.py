@@ -319,9 +319,7 @@ def _not_wide_residual(plan: Plan) -> list[tuple[bool, str]]:
     mesh, activations = plan.mesh, plan.activations
     is_away = activations.offload != "none" or activations.offload_blocks != 0
     return [
-        (mesh.tp > 1, "tensor parallelism (mesh.tp > 1)"),
-        (mesh.pp > 1, "a pipeline (mesh.pp > 1)"),
-        (mesh.ep > 1, "expert parallelism (mesh.ep > 1)"),
+        (mesh.tp > 1 and plan.tensor_parallel.mode != "1d", f"tensor_parallel.mode = {plan.tensor_parallel.mode!r}"),
         (is_away, "activations that leave the device (activations.offload)"),
         (plan.float8.linears != "none" or plan.float8.experts != "none", "float8 products"),
         (plan.precision.policy().loss_scaling, "a loss scale (precision fp16)"),

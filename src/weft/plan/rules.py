@@ -84,9 +84,9 @@ def _float8_beside_bfloat16(request: Request, columns: Columns) -> Bools:
     return (columns.float8_linears > 0) & (request.precision.weights != "bfloat16")
 
 
-def _wide_residual_in_replicas(request: Request, columns: Columns) -> Bools:
-    is_split = (columns.tp > 1) | (columns.pp > 1) | (columns.ep > 1)
-    return np.asarray(is_split & request.precision.has_wide_residual)
+def _wide_residual_on_a_grid(request: Request, columns: Columns) -> Bools:
+    is_grid = (columns.tp > 1) & (columns.tp_mode != TP_MODES.index("1d"))
+    return np.asarray(is_grid & request.precision.has_wide_residual)
 
 
 _FIRST: tuple[Rule, ...] = (
@@ -125,8 +125,8 @@ _LAST: tuple[Rule, ...] = (
     ),
     Rule(
         "residual",
-        "precision.residual = 'float32' beside 16 bits is executed with data and context parallelism alone",
-        _wide_residual_in_replicas,
+        "precision.residual = 'float32' beside 16 bits is not executed with tensor parallelism over a grid",
+        _wide_residual_on_a_grid,
     ),
     Rule("host", "offload needs a host with memory", _offload_makes_sense),
     Rule(

@@ -117,9 +117,7 @@ def test_an_expert_degree_that_does_not_divide_names_the_axes(tensor: str, axes:
         *(
             {"precision": {"preset": "bf16", "residual": "float32"}, **beside}
             for beside in (
-                {"mesh": {"tp": 2}},
-                {"mesh": {"pp": 2}},
-                {"mesh": {"dp_shard": 2, "ep": 2}, "data_parallel": {"zero": 3}},
+                {"mesh": {"tp": 4}, "tensor_parallel": {"mode": "2d"}},
                 {"float8": {"linears": "all"}},
                 {"compile": {"enabled": True}},
                 {"activations": {"policy": "full", "offload": "cpu"}},

@@ -40,7 +40,7 @@ BROKEN: list[tuple[str, Request, dict[str, Any]]] = [
     ("coded_copies", IN_INT8, {"dp_replicate": 4, "tp": 2}),
     ("coded_copies", GATHERED_IN_INT8, {"dp_shard": 4, "zero": 3, "tp": 2}),
     ("tied_codes", TIED_IN_INT8, {"pp": 2, "dp_shard": 4, "zero": 3, "microbatches": 2}),
-    ("residual", WIDE, {"dp_replicate": 4, "tp": 2}),
+    ("residual", WIDE, {"dp_replicate": 2, "tp": 4, "mode": "2d", "sequence_parallel": False}),
     ("error_feedback", LLAMA, {"dp_replicate": 4, "pp": 2, "microbatches": 2, "error_feedback": True}),
     ("secondary_layout", LLAMA, {"dp_shard": 4, "zero": 3, "pp": 2, "microbatches": 2, "secondary_shard": 2}),
     ("batch", LLAMA, {"dp_replicate": 8, "microbatches": 3}),

@@ -196,7 +196,7 @@ def _backward(view: View, block: BlockShape, found: BlockCollectives, *, sequenc
 
 def _between_blocks(view: View) -> Iterator[Sent]:
     """Sequence parallel: all-gathers of the last block's output, and of the gradient of the first block's input."""
-    nbytes = _gathered(view, _stream(view))
+    nbytes = _gathered(view, _residual(view))
     for phase, is_here in (("forward", view.stage.holds_head), ("backward", view.stage.holds_embedding)):
         times = view.columns.microbatches * is_here
         yield "all_gather", phase, nbytes * times, times.astype(np.float64)
@@ -205,7 +205,7 @@ def _between_blocks(view: View) -> Iterator[Sent]:
 def _partitioned_inputs(view: View) -> Iterator[Sent]:
     """All-gathers of inputs of recomputed blocks, of which each rank keeps its share."""
     times = view.stage.recomputed.num_full * view.columns.microbatches
-    yield "all_gather", "backward", _gathered(view, _stream(view)) * times, times
+    yield "all_gather", "backward", _gathered(view, _residual(view)) * times, times
 
 
 def _ends(view: View) -> Iterator[Sent]:
@@ -264,8 +264,13 @@ def _gathered(view: View, nbytes: Floats) -> Floats:
 
 
 def _stream(view: View) -> Floats:
-    """Bytes of [tokens, hidden]."""
+    """Bytes of [tokens, hidden] that enter and leave regions."""
     return _numbers(view, _row_bytes(view))
+
+
+def _residual(view: View) -> Floats:
+    """Bytes of [tokens, hidden] between blocks."""
+    return _numbers(view, view.shape.hidden_size * view.sizes.residual)
 
 
 def _row_bytes(view: View) -> float:
