@@ -9,7 +9,12 @@ from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 
 # keys that a search of plans fixes for an objective of pairs
-FIXED = {"mesh.cp": 1, "tensor_parallel.mode": "1d", "kernels.loss": "whole"}
+FIXED: dict[str, object] = {"mesh.cp": 1, "tensor_parallel.mode": "1d", "kernels.loss": "whole"}
+# and for a teacher, which every rank holds
+FIXED_BY_TEACHER: dict[str, object] = {
+    **dict.fromkeys(("mesh.cp", "mesh.tp", "mesh.pp", "mesh.ep"), 1),
+    "kernels.loss": "whole",
+}
 
 
 def check_objective(plan: Plan, run: RunSpec) -> Iterator[tuple[str, str]]:
@@ -42,16 +47,11 @@ def require_next_token(run: RunSpec, verb: str) -> None:
 
 
 def require_counted(run: RunSpec, verb: str) -> None:
-    """Refuse a verb that does not count a teacher's memory and time, or a scalar head."""
+    """Refuse a verb that does not count a scalar head."""
     if run.objective.kind == "reward":
         raise NotBuiltError(
             f"{verb} does not count the scalar head of objective.kind = 'reward' yet",
             hint="--set objective.kind=orpo counts the same pairs with an output head",
-        )
-    if run.objective.kind == "distillation":
-        raise NotBuiltError(
-            f"{verb} does not count the teacher of objective.kind = 'distillation' yet",
-            hint="--set objective.kind=next_token without objective.teacher counts the student alone",
         )
 
 

@@ -46,6 +46,7 @@ class StepTerm(StrEnum):
     FLOAT8_CASTS = "float8_casts"  # amax, casts and transposes around float8 matmuls
     RECOMPUTE = "recompute"
     LOSS = "logits_and_loss"
+    TEACHER = "teacher"  # of a distillation: its forward and the divergence
     LAUNCH = "kernel_launch"  # launch latency of small kernels
     TP_COMM = "tensor_communication"
     CP_COMM = "context_communication"

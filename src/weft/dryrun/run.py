@@ -29,10 +29,13 @@ from weft.dryrun.compiler import compiler_without_code, why_not_followed
 from weft.dryrun.fit import EXPANDABLE, FIXED
 from weft.dryrun.kernels import LIBRARY_WORKSPACES_BYTES, Kernel, workspace_bytes
 from weft.dryrun.record import DryRun
+from weft.dryrun.teacher import allocated, teacher_skeleton
 from weft.dryrun.world import FakeWorld, fake_world
+from weft.engine.distillation import Distillation
 from weft.engine.engine import Engine
 from weft.engine.measure.meter import StepMeter, collecting_new_objects, measure_peak, tensors_at_rest
 from weft.engine.measure.tracker import plain_tensors
+from weft.engine.objective import Objective
 from weft.engine.optim.optimizers import OptimizerPolicy
 from weft.engine.pp.runtime import PipelineRuntime
 from weft.engine.precision import torch_dtype
@@ -190,6 +193,7 @@ class FakeTraining:
         self.run, self.plan, self.device = run, plan, device
         self.config = build_config(run.model, vocab_size=_vocab_size(run))
         self.skeleton = run_skeleton(run, self.config)
+        self._teacher = teacher_skeleton(run, plan)
         self.num_parameters = sum(parameter.numel() for parameter in self.skeleton.parameters())
 
     def build(self) -> None:
@@ -198,7 +202,7 @@ class FakeTraining:
             self.skeleton,
             plan,
             optimizer=OptimizerPolicy.of(run.train),
-            objective=objective_of(run.objective),
+            objective=self._objective(),
             seed=run.train.seed,
             clip_norm=run.train.clip_norm,
             frozen=run.train.frozen,
@@ -207,6 +211,11 @@ class FakeTraining:
             device=self.device,
         )
         self._rows = run.train.global_batch * run.objective.rows_per_sample // plan.mesh.dp_degree
+
+    def _objective(self) -> Objective | None:
+        if self._teacher is None:
+            return objective_of(self.run.objective)
+        return Distillation(self.run.objective, allocated(self._teacher, device=self.device))
 
     def expect_messages(self) -> None:
         """Register the shapes of received activations: the messages that announce them have no values here."""

@@ -88,6 +88,7 @@ def ask(
         attention=_attention(attention, run),
         muon_precision=run.train.muon_precision if run else "auto",
         has_average=bool(run and run.train.ema_decay),
+        teacher=teacher_of(run) if run else None,
     )
     request = Request(shape=shape, cluster=cluster, workload=workload, precision=_policy(tables))
     notes = (*assumed, *shape.notes, *_attention_notes(request))
@@ -198,6 +199,14 @@ def resolve_model(model: Model) -> tuple[ModelShape, RunSpec | None]:
             f"there is no file {path}", hint="give a config.json, a folder with one, or a model's name"
         )
     return _shape_of_name(str(model), {}, revision=None), None
+
+
+def teacher_of(run: RunSpec) -> ModelShape | None:
+    """The shape of the teacher of a distillation."""
+    if run.objective.teacher is None:
+        return None
+    path = Path(run.objective.teacher).expanduser()
+    return shape_from_path(path) if path.exists() else _shape_of_name(run.objective.teacher, {}, revision=None)
 
 
 def usual_batch(shape: ModelShape, sequence_length: int, *, num_devices: int) -> int:

@@ -6,14 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.core.errors import NotBuiltError
-from weft.core.objective_rules import FIXED
+from weft.core.objective_rules import FIXED, FIXED_BY_TEACHER
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 
 
 def fixed_by(run: RunSpec | None) -> dict[str, Any]:
     """The keys of plans that the objective of `run` fixes."""
-    return dict(FIXED) if run is not None and run.objective.is_of_pairs else {}
+    if run is None:
+        return {}
+    if run.objective.teacher is not None:
+        return dict(FIXED_BY_TEACHER)
+    return dict(FIXED) if run.objective.is_of_pairs else {}
 
 
 def with_fixed(by_objective: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,5 +33,5 @@ def with_fixed(by_objective: Mapping[str, Any], given: Mapping[str, Any]) -> dic
 def keys_of(plan: Plan) -> dict[str, Any]:
     """The keys of `plan` that an objective may fix."""
     tables = plan.model_dump(mode="json")
-    found = {key: tables[key.partition(".")[0]][key.partition(".")[2]] for key in FIXED}
+    found = {key: tables[key.partition(".")[0]][key.partition(".")[2]] for key in FIXED | FIXED_BY_TEACHER}
     return {key: value for key, value in found.items() if key != "tensor_parallel.mode" or plan.mesh.tp > 1}

@@ -34,6 +34,7 @@ class Workload:
     muon_precision: Precision = "auto"
     has_average: bool = False  # of the weights, in float32
 
+    teacher: ModelShape | None = None  # of a distillation: whole on every rank
     rows_per_sample: int = 1  # 2: pairs, which are not divided over ranks or micro-batches
 
     @property

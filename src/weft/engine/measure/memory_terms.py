@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from weft.core.records import HolderRecord
 from weft.core.terms import MemoryTerm as Term
@@ -56,6 +57,12 @@ def holders_of(engine: Engine, live: Mapping[int, Live], *, weights: Sequence[to
     return sorted(holders, key=lambda holder: -holder.nbytes)
 
 
+def teacher_of(engine: Engine) -> nn.Module | None:
+    """The frozen model of a distillation, which the objective holds."""
+    found: nn.Module | None = getattr(engine.objective, "teacher", None)
+    return found
+
+
 def _any_block(module: str) -> str:
     """layers.3.mlp and layers.4.mlp both become layers.*.mlp."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", module)
@@ -93,6 +100,9 @@ def _owners(engine: Engine, weights: Sequence[torch.Tensor]) -> dict[int, Term]:
     if engine.offload is not None:
         _claim(found, engine.offload.device_tensors(), Term.TEMPORARIES)
     _claim(found, engine.model.buffers(), Term.BUFFERS)
+    if (teacher := teacher_of(engine)) is not None:
+        _claim(found, teacher.buffers(), Term.BUFFERS)
+        _claim(found, teacher.parameters(), Term.WEIGHTS)
     has_weights_away = engine.plan.offload.parameters != "none"  # then shards are here on their way alone
     _claim(found, weights, Term.COMM_BUFFERS if has_weights_away else Term.WEIGHTS)
     _claim(found, (value for value in states if isinstance(value, torch.Tensor)), Term.OPTIMIZER_STATE)

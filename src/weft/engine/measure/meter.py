@@ -21,7 +21,7 @@ from weft.core.axes import DP_REPLICATE
 from weft.core.records import HolderRecord, PeakRecord
 from weft.core.terms import MemoryTerm as Term
 from weft.engine.measure.flops import FlopCounter
-from weft.engine.measure.memory_terms import LARGEST, holders_of
+from weft.engine.measure.memory_terms import LARGEST, holders_of, teacher_of
 from weft.engine.measure.module_watch import ModuleWatch
 from weft.engine.measure.tracker import Live, MemoryTracker, Moment, Peak
 
@@ -210,4 +210,6 @@ def tensors_at_rest(engine: Engine) -> list[torch.Tensor]:
     strategy = engine.strategy
     found = (*engine.model.parameters(), *engine.model.buffers(), *states, *strategy.gradient_buckets(), *host)
     found = (*found, *strategy.errors.values())
+    if (teacher := teacher_of(engine)) is not None:
+        found = (*found, *teacher.parameters(), *teacher.buffers())
     return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]

@@ -24,6 +24,7 @@ from weft.plan.memory.saved_activations import saved_blocks
 from weft.plan.memory.states import state_bytes
 from weft.plan.memory.timeline import MIB, instants_of
 from weft.plan.memory.weights import weight_bytes
+from weft.plan.teacher import loss_bytes, teacher_bytes
 from weft.plan.time.state_stream import held_elements
 from weft.plan.view import View
 
@@ -95,7 +96,7 @@ def _parts(view: View) -> TermParts:
     # loss parallel: the logits, their gradient, and one chunk: its softmax in float32, and its logits cast to float32
     chunk_bytes = 4 if view.sizes.activation == 4 else 8
     sharded_bytes = numbers * 2 * view.sizes.activation + chunk_bytes * np.minimum(numbers, LOSS_CHUNK_ELEMENTS)
-    logits = np.where(is_sharded, sharded_bytes, numbers * LOSS_BYTES)
+    logits = np.where(is_sharded, sharded_bytes, numbers * loss_bytes(view, LOSS_BYTES))
     # input and output of the final norm are held until the head's backward
     final_bytes = 4 + view.sizes.residual + view.sizes.activation
     final = np.where(stage.holds_head, view.tokens * shape.hidden_size * final_bytes, 0.0)
@@ -106,8 +107,8 @@ def _parts(view: View) -> TermParts:
     ready = np.where(is_fused, fused_loss.gradient_bytes(view), 0.0)
     final = final + ready
     earlier = gradients_of_earlier(view)
-    loss_bytes = np.where(is_fused, ready, numbers * LOG_PROBABILITY_BYTES)
-    flight = flight_of(view, one_bytes=one, loss_bytes=loss_bytes, gradient_bytes=earlier)
+    held_loss = np.where(is_fused, ready, numbers * LOG_PROBABILITY_BYTES)
+    flight = flight_of(view, one_bytes=one, loss_bytes=held_loss, gradient_bytes=earlier)
     others = np.maximum(flight.on_last_stage - 1, 0.0)
     saved = one * flight.microbatches + edge_bytes(view, flight) + waiting_bytes(view) + others * final
     saved = saved + blocks.arrived + blocks.tensors_here
@@ -142,7 +143,7 @@ def _resident(view: View) -> Terms:
     # with vertical sync every stage keeps as many versions as the first
     versions = np.where((columns.vertical_sync > 0) & (columns.pp > 1), columns.pp, stage.versions)
     return {
-        Term.WEIGHTS: np.where(on_device, weight_bytes(view), 0.0),
+        Term.WEIGHTS: np.where(on_device, weight_bytes(view), 0.0) + teacher_bytes(view),
         Term.OPTIMIZER_STATE: np.where(columns.offload_optimizer > 0, 0.0, state_bytes(view, trained))
         + feedback_bytes(view),
         Term.WEIGHT_VERSIONS: (versions - 1) * view.trained.total.unsharded * sizes.master,

@@ -21,6 +21,7 @@ from weft.plan.cp.sizes import is_ring
 from weft.plan.dp.all_reduce import replica_seconds
 from weft.plan.pp.stages import bubble_of
 from weft.plan.request import Request, rate_format
+from weft.plan.teacher import teacher_seconds
 from weft.plan.time.compute import ATTENTION_BACKWARD, BlockSeconds, block_seconds, model_flops
 from weft.plan.time.links import AxisLink, axis_link, backward_link, expert_link, link_of
 from weft.plan.time.state_stream import UPDATE_PASSES, held_elements
@@ -77,6 +78,7 @@ def _stage_terms(view: View) -> Terms:
         Term.FLOAT8_CASTS: m * (busy.quantise_forward + busy.quantise_backward),
         Term.RECOMPUTE: m * busy.recompute,
         Term.LOSS: m * busy.loss,
+        Term.TEACHER: teacher_seconds(view),
         Term.LAUNCH: m * busy.launch,
         Term.TP_COMM: wire[axes.TP],
         Term.CP_COMM: np.maximum(wire[axes.CP] - _beside_attention(columns, attention), 0.0),

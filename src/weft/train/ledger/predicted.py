@@ -14,7 +14,7 @@ from weft.core.errors import WeftError
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.core.terms import StepTerm, TimeTerm
-from weft.plan.ask import ask
+from weft.plan.ask import ask, teacher_of
 from weft.plan.estimate import Estimate, estimate
 from weft.plan.request import Request
 
@@ -84,6 +84,7 @@ def request_for(run: RunSpec, plan: Plan, *, config: Any, device: str) -> Reques
         muon_precision=run.train.muon_precision,
         has_average=run.train.ema_decay > 0,
         rows_per_sample=run.objective.rows_per_sample,
+        teacher=teacher_of(run),
     )
     return replace(question.request, workload=workload, tp_may_leave_node=True)
 
@@ -92,8 +93,6 @@ def _unknown_to_planner(run: RunSpec) -> tuple[str, ...]:
     found = []
     if run.train.frozen:
         found.append("the planner counts frozen parameters as trained ones")
-    if run.objective.teacher is not None:
-        found.append("the planner does not count the teacher of a distillation")
     if run.data.isolates:
         found.append("the planner does not count the attention masks of isolated documents")
     return tuple(found)
