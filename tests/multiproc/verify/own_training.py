@@ -9,12 +9,12 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--parallel", choices=["ddp", "fsdp", "manual"], default="ddp")
+parser.add_argument("--parallel", choices=["ddp", "fsdp", "fsdp1", "manual"], default="ddp")
 parser.add_argument("--bug", default="")
 parser.add_argument("--optimizer", default="AdamW")
 parser.add_argument("--autocast", action="store_true")
@@ -38,6 +38,8 @@ data = TensorDataset(torch.randint(0, 32, (64, 4), generator=drawn), torch.randi
 model = module
 if options.parallel == "ddp":
     model = DistributedDataParallel(module)
+elif options.parallel == "fsdp1":
+    model = FullyShardedDataParallel(module, device_id=torch.device("cpu"))
 elif options.parallel == "fsdp":
     fully_shard(module[2])
     model = fully_shard(module)
@@ -48,10 +50,11 @@ batch = 8 if options.share else 4
 loader = DataLoader(data, batch_size=batch, sampler=sampler)
 optimizer = getattr(torch.optim, options.optimizer)(model.parameters(), lr=1e-2)
 for _ in range(2):
-    for inputs, labels in loader:
+    for step, (inputs, labels) in enumerate(loader):
         if options.share:
             inputs, labels = inputs[rank::ranks], labels[rank::ranks]
-        no_sync = model.no_sync() if options.bug == "no sync" else nullcontext()
+        is_alone = options.bug == "no sync" or (options.bug == "no sync later" and step == 1)
+        no_sync = model.no_sync() if is_alone else nullcontext()
         with torch.autocast("cpu", enabled=options.autocast), no_sync:
             losses = nn.functional.cross_entropy(model(inputs).float(), labels, reduction="none")
         if options.bug == "mean of means":

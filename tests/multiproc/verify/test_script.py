@@ -33,6 +33,7 @@ WRONG = {
     "divided twice": ([], "gradients", "averaged twice"),
     "no all-reduce": (MANUAL, "ranks agree", "an all-reduce is missing"),
     "no sync": ([], "ranks agree", "an all-reduce is missing"),
+    "no sync later": ([], "ranks agree", "not reduced over ranks"),
     "no sampler": ([], "samples", "DistributedSampler"),
     "own order": ([], "samples", "one order"),
     "seed by rank": (MANUAL, "initial weights", "not broadcast"),
@@ -99,7 +100,7 @@ def test_a_right_script_passes(case: str, tmp_path: Path) -> None:
     assert any("batch of its DataLoader" in change for change in verdict.changes) == ("--share" not in RIGHT[case])
 
 
-@pytest.mark.parametrize("bug", by_default(["not divided", "no sampler"], WRONG))
+@pytest.mark.parametrize("bug", by_default(["not divided", "no sampler"], WRONG, extended=["no sync later"]))
 def test_a_planted_mistake_is_found_with_its_cause(bug: str, tmp_path: Path) -> None:
     arguments, name, cause = WRONG[bug]
     verdict = verdict_on([*arguments, "--bug", bug], tmp_path)
@@ -107,8 +108,13 @@ def test_a_planted_mistake_is_found_with_its_cause(bug: str, tmp_path: Path) -> 
     assert wrong is not None
     assert wrong.finding is not None
     assert (wrong.name, cause in (wrong.finding.cause or "")) == (name, True), verdict.text()
-    assert wrong.finding.step in (None, 1)
+    assert wrong.finding.step in ((2,) if bug == "no sync later" else (None, 1))
     assert f"likely cause: {wrong.finding.cause}" in verdict.text()
+
+
+def test_flat_parameters_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="gradients are slices of flat parameters"):
+        verdict_on(["--parallel", "fsdp1"], tmp_path)
 
 
 def call_verify(*arguments: str) -> tuple[int, str, str]:

@@ -53,9 +53,9 @@ def uneven_cause(run: ScriptRun) -> str:
     )
 
 
-def disagreement_cause(run: ScriptRun, reference: ScriptRun) -> str:
-    """Why gradients of ranks differ from one another."""
-    if len(run.gradients) == len(run.ranks):
+def disagreement_cause(run: ScriptRun, reference: ScriptRun, *, step: int) -> str:
+    """Why gradients of ranks differ from one another; those of the first step are known in full."""
+    if step == 1 and len(run.gradients) == len(run.ranks):
         names = reference.gradients[0]
         shapes = all(
             each.get(name, torch.empty(0)).shape == names[name].shape for each in run.gradients for name in names
@@ -67,7 +67,7 @@ def disagreement_cause(run: ScriptRun, reference: ScriptRun) -> str:
                 return (
                     "the mean over ranks is the gradient of one process: an all-reduce is missing (no DDP, or no_sync)"
                 )
-    return "gradients are not reduced over ranks, or ranks have different weights"
+    return "gradients are not reduced over ranks in this step (no_sync), or ranks have different weights"
 
 
 def _mean(gradients: Sequence[Tensors], name: str) -> torch.Tensor:

@@ -170,7 +170,7 @@ class ScriptComparison:
         return Check.passed("ranks agree", "gradients of every step and last weights: equal bits on all ranks")
 
     def _disagreement(self, parameter: str, rank: int, *, step: int, what: str) -> Check:
-        cause = disagreement_cause(self.found, self.reference)
+        cause = disagreement_cause(self.found, self.reference, step=step)
         finding = Finding(
             rule=1, step=step, parameter=parameter, coordinates=f"rank {rank}", expected=f"the {what} of rank 0",
             found="another", cause=cause if what == "gradient" else "updates differ between ranks",
