@@ -11,7 +11,7 @@ from typing import Literal
 
 from weft.core.plan import Plan
 
-OptimizerKind = Literal["adamw", "adam", "sgd", "adamw8bit", "lion", "muon", "adafactor"]
+OptimizerKind = Literal["adamw", "adam", "sgd", "adamw8bit", "lion", "muon", "adafactor", "schedule_free"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +31,15 @@ OPTIMIZERS: dict[OptimizerKind, OptimizerTraits] = {
     "adamw8bit": OptimizerTraits(has_second=True, is_plain=True),
     "lion": OptimizerTraits(),
     "muon": OptimizerTraits(has_second=True),  # of parameters that are no matrices of blocks
+    "schedule_free": OptimizerTraits(has_second=True),  # like a first moment: the weights that plain steps move
     "adafactor": OptimizerTraits(has_first=False, has_second=True),  # of vectors; rows and columns of matrices
 }
 NAMES = " | ".join(OPTIMIZERS)
+
+
+def is_averaged(kind: str) -> bool:
+    """Whether the optimizer evaluates at an average of its own, which exports hold."""
+    return kind == "schedule_free"
 
 
 def not_executed_with(kind: str, plan: Plan, *, ema_decay: float = 0.0) -> Iterator[tuple[str, str]]:

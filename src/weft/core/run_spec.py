@@ -233,6 +233,17 @@ class RunSpec(Document):
         return self
 
     @model_validator(mode="after")
+    def _is_schedule_free(self) -> RunSpec:
+        if self.train.optimizer == "schedule_free":
+            if self.train.schedule != "constant":
+                raise ValueError(
+                    "train.optimizer = 'schedule_free' needs train.schedule = 'constant', after any warm-up"
+                )
+            if self.train.ema_decay:
+                raise ValueError("train.optimizer = 'schedule_free' averages the weights itself: leave out ema_decay")
+        return self
+
+    @model_validator(mode="after")
     def _has_head(self) -> RunSpec:
         """Store the head in the value: whoever builds the model reads [model] alone."""
         if self.objective.kind == "reward":

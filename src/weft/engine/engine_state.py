@@ -26,6 +26,7 @@ from weft.engine.mesh import Topology
 from weft.engine.offload.offloaded import OffloadedStates
 from weft.engine.optim.averages import averages_of, exchanged
 from weft.engine.optim.optimizers import create_state
+from weft.engine.optim.schedule_free import evaluation_points
 from weft.engine.ownership import LocalShards
 from weft.engine.precision import LossScale
 from weft.engine.router.routers import Routers
@@ -71,12 +72,13 @@ class EngineState:
 
     @contextmanager
     def average_weights(self, *, is_on: bool = True) -> Iterator[None]:
-        """The exponential moving average of the weights in place of the weights, for evaluations. Collective."""
+        """Averages of the weights in their place, for evaluations: the exponential ones, or those of schedule-free
+        AdamW. Collective."""
         if not is_on:
             yield
             return
         self.updates.restart()
-        with exchanged(averages_of(self.optimizer)):
+        with exchanged(averages_of(self.optimizer) or evaluation_points(self.optimizer)):
             self.strategy.after_evaluation()  # nothing gathered before may be read
             yield
         self.strategy.after_evaluation()

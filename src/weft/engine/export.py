@@ -16,6 +16,7 @@ import torch.distributed as dist
 from weft.checkpoint import peek_newest, read_manifest, read_tensors
 from weft.core.errors import CheckpointError
 from weft.engine.optim.averages import EMA, averages_of
+from weft.engine.optim.schedule_free import BASE, ScheduleFreeAdamW, evaluation_point
 from weft.engine.state import MODEL, OPTIMIZER
 from weft.models.hf_export import export_folder, skeleton_of
 
@@ -40,7 +41,10 @@ def export_engine(engine: EngineState, out: Path, *, ema: bool) -> None:
             checkpoint = peek_newest(scratch)
             if checkpoint is None:
                 raise CheckpointError(f"{scratch} has no checkpoint", hint="check space and permissions")
-            export_folder(config, model_tensors(checkpoint.path, ema=ema), out, skeleton=skeleton_of(config))
+            is_free = isinstance(engine.optimizer, ScheduleFreeAdamW)
+            first = engine.optimizer.defaults["betas"][0] if is_free else 0.0
+            tensors = model_tensors(checkpoint.path, ema=ema, averaged_by=first)
+            export_folder(config, tensors, out, skeleton=skeleton_of(config))
     finally:
         if dist.get_world_size() > 1:
             dist.barrier()
@@ -48,11 +52,20 @@ def export_engine(engine: EngineState, out: Path, *, ema: bool) -> None:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def model_tensors(checkpoint: Path, *, ema: bool = False, order: Any = list) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers of a checkpoint by name; with `ema` the averages of those that were trained."""
+def model_tensors(
+    checkpoint: Path, *, ema: bool = False, order: Any = list, averaged_by: float = 0.0
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers of a checkpoint by name; with `ema` the averages of those that were trained.
+
+    `averaged_by`: the first beta of schedule-free AdamW, whose average takes the place of the weights."""
     stored = read_manifest(checkpoint).tensors
     names = order([key.removeprefix(MODEL) for key in stored if key.startswith(MODEL)])
     averages = {name: f"{OPTIMIZER}{name}.{EMA}" for name in names} if ema else {}
     name_of = {key if (key := averages.get(name, "")) in stored else f"{MODEL}{name}": name for name in names}
     for key, tensor in read_tensors(checkpoint, list(name_of)):
-        yield name_of[key], tensor
+        base = f"{OPTIMIZER}{name_of[key]}.{BASE}"
+        if averaged_by and not ema and base in stored:
+            [(_, moved)] = read_tensors(checkpoint, [base])
+            yield name_of[key], evaluation_point(tensor, moved, averaged_by)
+        else:
+            yield name_of[key], tensor

@@ -29,7 +29,7 @@ def export_adapter(run_dir: Path, out: Path, *, step: int | None = None, dtype: 
     require_free(out)
     model = run_skeleton(run, build_config(run.model, vocab_size=1))
     cast = getattr(torch, dtype) if dtype else None
-    tensors = {name: value.to(cast or value.dtype) for name, value in saved_tensors(checkpoint.path)}
+    tensors = {name: value.to(cast or value.dtype) for name, value in saved_tensors(checkpoint.path, run=run)}
     linears = {name for name, _ in adapted_linears(model)}
     others = [name for name, module in model.named_modules() if linear_facts(name, module) and name not in linears]
     with committed_folder(out) as folder:

@@ -22,6 +22,7 @@ from weft.checkpoint import CheckpointStore
 from weft.checkpoint.memory_copies import MemoryCopies
 from weft.core.errors import NumbersError, SaveError
 from weft.core.loop_spec import HELD_OUT
+from weft.core.optimizers import is_averaged
 from weft.core.records import EvalRecord, StepRecord
 from weft.core.run_spec import RunSpec
 from weft.core.terms import TimeTerm
@@ -294,7 +295,8 @@ class TrainingLoop:
         """The record with the losses of all evaluation sets."""
         found: dict[str, EvalRecord] = {}
         if self.bench.evaluation:
-            is_average = self.run_spec.evaluation.weights == "ema"
+            run = self.run_spec
+            is_average = run.evaluation.weights == "ema" or is_averaged(run.train.optimizer)
             with self._timed(TimeTerm.EVALUATION), phase("evaluation"), self.engine.average_weights(is_on=is_average):
                 found = {name: self.engine.evaluate(one.batches()) for name, one in self.bench.evaluation.items()}
         self._is_best = self.best.see(record.step, {name: one.loss for name, one in found.items()})

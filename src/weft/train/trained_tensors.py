@@ -10,6 +10,7 @@ import torch
 from weft.checkpoint import LoadedCheckpoint, peek_newest
 from weft.checkpoint.layout import read_best
 from weft.core.errors import CheckpointError
+from weft.core.optimizers import is_averaged
 from weft.core.run_spec import RunSpec
 from weft.engine.export import model_tensors
 from weft.models.adapter.merge import merged_tensors
@@ -47,9 +48,14 @@ def best_step_of(run_dir: Path) -> int:
     return int(best["step"])
 
 
-def saved_tensors(checkpoint: Path, *, order: Order = list, ema: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers of a checkpoint; with `ema` the averages of those that were trained."""
-    return model_tensors(checkpoint, ema=ema, order=order)
+def saved_tensors(
+    checkpoint: Path, *, order: Order = list, ema: bool = False, run: RunSpec | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers of a checkpoint; with `ema` the averages of those that were trained.
+
+    With `run` those at which its optimizer evaluates."""
+    first = run.train.betas[0] if run is not None and is_averaged(run.train.optimizer) else 0.0
+    return model_tensors(checkpoint, ema=ema, order=order, averaged_by=first)
 
 
 def full_tensors(
@@ -61,9 +67,9 @@ def full_tensors(
             "the run has no average of its weights", hint="train with train.ema_decay above 0, such as 0.999"
         )
     if not run.adapter.is_on:
-        yield from saved_tensors(checkpoint.path, order=order, ema=ema)
+        yield from saved_tensors(checkpoint.path, order=order, ema=ema, run=run)
         return
     require_same_base(checkpoint.meta, digest_of_base(run), run)
     config = build_config(run.model, vocab_size=1)
     base, _ = base_weights(run, config, device=torch.device("cpu"))
-    yield from merged_tensors(run, config, base, dict(saved_tensors(checkpoint.path, ema=ema)), order=order)
+    yield from merged_tensors(run, config, base, dict(saved_tensors(checkpoint.path, ema=ema, run=run)), order=order)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from weft.core.errors import PipelineError, TensorParallelError
-from weft.core.objective_rules import require_next_token
+from weft.core.objective_rules import require_next_token, require_verified_optimizer
 from weft.core.plan import Plan
 from weft.core.router_rules import with_capacity
 from weft.core.run_spec import RunSpec
@@ -35,6 +35,7 @@ _PATH_BYTES = 1024
 def run_request(request: VerifyRequest, *, progress: Callable[[str, str], None] | None = None) -> list[Verdict]:
     """Verify every plan of the request; the verdicts are meaningful on rank 0. Collective."""
     require_next_token(request.run, "weft verify")
+    require_verified_optimizer(request.run)
     for plan in request.plans:
         require_legal(plan, request.run)  # shrinking must not make a run legal
     process = join(

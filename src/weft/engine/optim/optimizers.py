@@ -29,6 +29,7 @@ from weft.engine.optim.adamw_low import AdamWLow, LowStates
 from weft.engine.optim.lion import Lion
 from weft.engine.optim.matrix_owners import MatrixOwners
 from weft.engine.optim.muon import Muon
+from weft.engine.optim.schedule_free import ScheduleFreeAdamW
 from weft.engine.precision import zero_gradient
 
 Kind = OptimizerKind
@@ -140,6 +141,8 @@ def build_optimizer(
     if policy.kind == "lion" and low is None:
         return Lion(groups, lr=policy.learning_rate, betas=policy.betas)
     adam: dict[str, Any] = {"lr": policy.learning_rate, "betas": policy.betas, "eps": policy.epsilon}
+    if policy.kind == "schedule_free" and low is None:
+        return ScheduleFreeAdamW(groups, **adam)
     if low is not None:
         if low.rounds:
             _require_adamw(policy)
