@@ -50,6 +50,11 @@ OTHERS: dict[str, Tables] = {
             "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
         },
     },
+    # two tensor-parallel ranks have whole blocks of 128 features
+    "llama-blocks": {
+        "type": "llama",
+        "config": {**ROTARY, "hidden_size": 256, "intermediate_size": 256, "num_key_value_heads": 4},
+    },
     "llama-deep": {"type": "llama", "config": {**ROTARY, "num_hidden_layers": 4}},  # two stages on each of two ranks
 }  # fmt: skip
 

@@ -38,7 +38,9 @@ def test_what_is_refused_is_known(name: str, layout: str) -> None:
 
 
 def wrong_checks(precision: dict[str, str], layout: str, corpus: Path, scratch: Path) -> list[str]:
-    run = small_run(str(corpus), model="mixtral" if layout == "ep" else "llama")
+    has_blocks = precision.get("preset") == "deepseek-v3"  # which one rank must have in full
+    model = {"ep": "mixtral", "tp": "llama-blocks" if has_blocks else "llama"}.get(layout, "llama")
+    run = small_run(str(corpus), model=model)
     world = 1 if layout == "single" else 2
     verdicts = run_ranks(verdicts_in_rank, world, run, [tables(precision, layout)], str(scratch), timeout_s=500)[0]
     return [f"{check['name']}: {check['detail']}" for check in verdicts[0]["checks"] if not check["ok"]]
