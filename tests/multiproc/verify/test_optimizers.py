@@ -68,6 +68,13 @@ def test_every_layout_passes(train: Tables, corpus: Path, tmp_path: Path) -> Non
     _require_green(_cases(corpus, names, train), tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["lion", "adafactor"])
+def test_fused_layers_experts_and_shared_rows(optimizer: str, corpus: Path, tmp_path: Path) -> None:
+    """Lion without groups: the layouts that its groups by pattern leave out."""
+    _require_green(_cases(corpus, ("ZeRO-1", "tp, fused", "ep"), {"optimizer": optimizer}), tmp_path)
+
+
 @pytest.mark.extended
 def test_muon_and_adafactor_on_a_few_layouts(corpus: Path, tmp_path: Path) -> None:
     muon = _cases(corpus, ("ZeRO-1", "tp, fused"), {"optimizer": "muon", "ema_decay": 0.9})

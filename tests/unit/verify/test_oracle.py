@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from weft.engine.optim.lion import Lion
 from weft.verify.oracle.config import check_config
 from weft.verify.oracle.documents import read_beginning
 from weft.verify.oracle.facts import LoopFacts, Saved
@@ -36,6 +37,8 @@ TINY = LlamaConfig(
 def _make(kind: str, groups: list[dict[str, Any]], momentum: float) -> torch.optim.Optimizer:
     if kind == "sgd":
         return torch.optim.SGD(groups, lr=1.0, momentum=momentum)
+    if kind == "lion":
+        return Lion(groups, lr=1.0, betas=(0.9, 0.95))
     cls = torch.optim.AdamW if kind == "adamw" else torch.optim.Adam
     return cls(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8)
 
@@ -56,6 +59,7 @@ def _loop(
         trained = [parameter for name, parameter in parameters.items() if name not in untrained]
         for parameter in trained:
             parameter.grad = torch.randn_like(parameter) * 0.1
+            parameter.grad[0] = 0.0 if kind == "lion" else parameter.grad[0]  # as rows of tokens that no batch has
         norms.append(math.sqrt(sum(float(p.grad.double().square().sum()) for p in trained)))
         if step - 1 not in skipped:
             optimizer.step()
@@ -78,6 +82,13 @@ def test_torchs_own_updates_pass(kind: str, momentum: float) -> None:
     initial, loop = _loop(kind, momentum)
     check = check_updates({**TRAIN, "optimizer": kind, "momentum": momentum}, initial, loop)
     assert check.ok, check.detail
+
+
+def test_rows_without_a_gradient_only_decay_under_lion() -> None:
+    initial, loop = _loop("lion")
+    check = check_updates({**TRAIN, "optimizer": "lion"}, initial, loop)
+    assert check.ok, check.finding
+    assert not check_updates({**TRAIN, "optimizer": "lion", "weight_decay": 0.0}, initial, loop).ok
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adam", "sgd"])

@@ -184,14 +184,15 @@ def _expected(update: OracleUpdate, name: str, gradients: Tensors) -> tuple[torc
 
 
 def _lion(update: OracleUpdate, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_expected`. The sign of a sum that rounding decides is taken from the weights."""
+    """As `_expected`. The sign of a sum that rounding decides is taken from the weights; without a gradient it is 0."""
     weight, old = update.before.weights[name].double(), _state(update.before, name, "exp_avg")
     first, rate = float(update.train["betas"][0]), update.rate_of(name)
     kept = torch.zeros_like(weight) if old is None else first * old
     mixed = kept + (1.0 - first) * gradient
     change = update.after.weights[name].double() - weight + rate * update.decay(name, weight) * weight
     is_open = mixed.abs() <= UPDATE_ROUNDINGS * ROUNDOFF * (kept.abs() + (1.0 - first) * gradient.abs())
-    sign = torch.where(is_open, -change.sign(), mixed.sign())
+    taken = -(change / (rate or 1.0)).round().clamp(-1, 1)  # not the sign: decay leaves a rounding of its own
+    sign = torch.where(is_open, taken, mixed.sign())
     return weight, -rate * (sign + update.decay(name, weight) * weight)
 
 
