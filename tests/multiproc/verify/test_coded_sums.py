@@ -84,7 +84,7 @@ GROUPS = {
     ),
     "DDP": Group(
         plan={**LAYOUTS["DDP"], "precision": IN_INT8},
-        bugs=(Bug(mutate=bugs.sum_not_rounded_for_its_owner, check=(CHECK, "replicas")),),
+        bugs=(Bug(mutate=bugs.sum_not_rounded_for_its_owner, check=(CHECK, "forward weights")),),
     ),
 }
 
