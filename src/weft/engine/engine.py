@@ -85,8 +85,7 @@ class Engine(EngineState, EngineRecords):
         if self.device.type == "cpu":
             patch_low_precision_matmul(torch_dtype(plan.precision.policy().weights))
         ensure_group(device_type=self.device.type)
-        self.topology = build_topology(plan, device_type=self.device.type)
-        self.model = model
+        self.model, self.topology = model, build_topology(plan, device_type=self.device.type)
         applied = apply_plan(
             model,
             plan,
@@ -129,10 +128,9 @@ class Engine(EngineState, EngineRecords):
         self._is_random = uses_randomness(model)
         self.attention = AttentionKernel(model, plan, self.device)
         self.updates = self.axes.updates(self) or Updates(self)
-        norms, stages = applied.batch_norms, applied.stages
-        self.buffer_sync = BufferSync(
-            applied.changes, self.topology, device=self.device, batch_norms=norms.names, stages=stages
-        )
+        norms = applied.batch_norms
+        on: dict[str, Any] = {"device": self.device, "stages": applied.stages}
+        self.buffer_sync = BufferSync(applied.changes, self.topology, batch_norms=norms.names, **on)
         self._dtypes = watch_dtypes(
             model,
             self.layout,

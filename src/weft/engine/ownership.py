@@ -1,7 +1,6 @@
 """Which mesh axes shard each parameter and which replicate it, and which chunks of the full tensor a rank holds.
 
-Sharding is read from the live tensors, tensor parallelism from the table of shards; there is no second record.
-Gradient norm, clipping, coverage, values and checkpoints all follow from this record.
+Read from live tensors and the table of shards. Gradient norm, clipping, coverage, values and checkpoints follow from it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from weft.core.records import ParameterRecord
 from weft.core.shards import Chunk, LocalShard, replicated_shard
-from weft.models.adapter.quantised import RowCodes, codes_by_name
+from weft.models.adapter.quantised import codes_by_name, full_shape
 from weft.models.layout import ModelLayout
 
 LocalShards = Mapping[str, LocalShard]  # by parameter name; empty without tensor parallelism
@@ -30,8 +29,8 @@ def sharded_axes(tensor: torch.Tensor) -> tuple[str, ...]:
     """The mesh axes over which the tensor's shards differ."""
     if not isinstance(tensor, DTensor):
         return ()
-    names = tensor.device_mesh.mesh_dim_names or ()
-    return tuple(name for name, placement in zip(names, tensor.placements, strict=True) if placement.is_shard())
+    named = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
+    return tuple(name for name, placement in named if placement.is_shard())
 
 
 def local_index(tensor: torch.Tensor) -> tuple[slice, ...]:
@@ -42,15 +41,9 @@ def local_index(tensor: torch.Tensor) -> tuple[slice, ...]:
     return tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))
 
 
-def chunks_of(tensor: torch.Tensor, shard: LocalShard | None, *, columns: int | None = None) -> tuple[Chunk, ...]:
-    """The chunks of the full tensor that `local(tensor)` consists of; `tensor` may be a shard of a shard.
-
-    `columns`: the weights of a row where the tensor stores their codes."""
-    index = local_index(tensor)
-    if columns is None:
-        return (shard or replicated_shard(tensor.shape, copies=1)).within(index)
-    full = shard or replicated_shard((*tensor.shape[:-1], columns), copies=1)
-    return full.within((*index[:-1], slice(0, columns)))
+def chunks_of(tensor: torch.Tensor, shard: LocalShard | None) -> tuple[Chunk, ...]:
+    """The chunks of the full tensor that `local(tensor)` consists of; `tensor` may be a shard of a shard."""
+    return (shard or replicated_shard(tensor.shape, copies=1)).within(local_index(tensor))
 
 
 def parameter_records(
@@ -70,7 +63,7 @@ def parameter_records(
         rows.append(
             ParameterRecord(
                 name=name,
-                shape=shard.shape if shard else _full_shape(parameter, in_codes.get(name)),
+                shape=shard.shape if shard else full_shape(parameter, in_codes.get(name)),
                 dtype=str(parameter.dtype).removeprefix("torch."),
                 unit=layout.unit_of[canonical or name],
                 sharded_axes=sharded,
@@ -82,7 +75,3 @@ def parameter_records(
             )
         )
     return rows
-
-
-def _full_shape(parameter: torch.Tensor, codes: RowCodes | None) -> tuple[int, ...]:
-    return tuple(parameter.shape) if codes is None else (*parameter.shape[:-1], codes.columns)

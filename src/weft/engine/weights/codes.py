@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from weft.core.quantised_base import group_of
-from weft.core.shards import Chunk, LocalShard
-from weft.engine.ownership import chunks_of
+from weft.core.shards import Chunk, LocalShard, replicated_shard
+from weft.engine import ownership
 from weft.models.adapter.quantised import RowCodes, pack_rows, quantise_rows
 from weft.models.initial import Reader
 
@@ -23,7 +23,9 @@ Write = Callable[[torch.Tensor], None]
 
 def code_writer(parameter: nn.Parameter, shard: LocalShard | None, read: Reader, form: RowCodes) -> Write:
     """Writes this rank's rows of codes of `parameter` into a tensor of their shape."""
-    chunks = chunks_of(parameter, shard, columns=form.columns)
+    rows = ownership.local_index(parameter)[:-1]
+    full = shard or replicated_shard((*parameter.shape[:-1], form.columns), copies=1)
+    chunks = full.within((*rows, slice(0, form.columns)))
     full_columns = form.columns if shard is None else shard.shape[-1]
     return functools.partial(_write, chunks, full_columns, read, form)
 

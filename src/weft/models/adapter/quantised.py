@@ -188,6 +188,11 @@ def codes_by_name(model: nn.Module) -> dict[str, RowCodes]:
     }
 
 
+def full_shape(parameter: Tensor, codes: RowCodes | None) -> tuple[int, ...]:
+    """The shape in weights of a parameter that may store codes."""
+    return tuple(parameter.shape) if codes is None else (*parameter.shape[:-1], codes.columns)
+
+
 def row_codes_of(name: str, module: Any, *, full_columns: int, edges: Collection[int]) -> RowCodes:
     """How a rank stores its columns of a weight; `edges`: first and last columns of its chunks, here and in full."""
     group = math.gcd(group_of(full_columns), *edges)
