@@ -1,6 +1,6 @@
 """Which mesh axes shard each parameter and which replicate it, and which chunks of the full tensor a rank holds.
 
-Read from live tensors and the table of shards. Gradient norm, clipping, coverage, values and checkpoints follow from it.
+Read from live tensors and the table of shards. Norm, clipping, coverage, values and checkpoints follow from it.
 """
 
 from __future__ import annotations
