@@ -287,7 +287,6 @@ def _not_compiled(plan: Plan) -> list[tuple[bool, str]]:
     """Features that compiled blocks do not support yet."""
     return [
         (plan.mesh.tp > 1, "tensor parallelism"),
-        (plan.mesh.cp > 1, "context parallelism"),
         _split_backward(plan),
         (_is_threaded(plan), "dataparallel"),
         (plan.activations.is_selective, "selective recompute"),

@@ -87,7 +87,7 @@ def test_a_sequence_that_ranks_cannot_share_is_refused_where_they_would_share_it
     ("rule", "tables", "rows", "length"),
     [
         ("consistent", {"pipeline": {"vertical_sync": True}}, 1, 64),
-        ("executable", {"mesh": {"cp": 2}, "compile": {"enabled": True}}, 1, 64),
+        ("executable", {"mesh": {"tp": 2}, "compile": {"enabled": True}}, 1, 64),
         ("context", {"mesh": {"cp": 3}, "context_parallel": {"attention": "ulysses"}}, 1, 64),
         ("schedule", {"mesh": {"pp": 2}, "pipeline": {"schedule": "zbv"}}, 1, 64),
         ("batch", {"pipeline": {"microbatches": 2}}, 1, 64),

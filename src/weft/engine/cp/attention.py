@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -120,6 +121,7 @@ class ContextAttention:
         return ModelError(f"context parallelism does not work here: {self._name} {why}", hint="use mesh.cp = 1")
 
 
+@torch.compiler.disable(reason="exchanges between ranks stay outside of compiled graphs")  # type: ignore[no-untyped-call, untyped-decorator]
 def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **kwargs: Any) -> Any:
     """What transformers calls for the implementation `NAME`."""
     attention: ContextAttention = vars(module)[_KEY]

@@ -12,7 +12,9 @@ from gloo_ranks import run_ranks
 from samples import by_default
 from tiny import build_engine
 from tolerances import SAME_CURVE_LOSS_ABS, SAME_CURVE_NORM_REL
+from torch._dynamo.utils import counters
 
+import weft.engine.kernels.compiled as compiled
 from weft.core.run_spec import ModelSpec
 
 STEPS, LENGTH = 4, 32
@@ -121,6 +123,25 @@ def curves(
     return found
 
 
+COMPILED: dict[str, Any] = {**CP2, "compile": {"enabled": True}}
+COMPILED_LAYOUTS: dict[str, dict[str, Any]] = {
+    "compiled": {**COMPILED, "data_parallel": {"zero": 3}},
+    "compiled, recompute": {**COMPILED, "activations": {"policy": "full"}, "pipeline": {"microbatches": 2}},
+    "compiled, ring": {**COMPILED, "context_parallel": RING},
+    "compiled, ulysses": {**COMPILED, "context_parallel": {"attention": "ulysses"}},
+}
+
+
+def compiled_curves(
+    rank: int, world: int, family: str, length: int, documents: bool
+) -> dict[str, list[tuple[float, float, float]]]:
+    compiled.BACKEND = "aot_eager"
+    counters.clear()
+    found = curves(rank, world, family, COMPILED_LAYOUTS, length, documents)
+    assert counters["stats"]["unique_graphs"] > 0
+    return found
+
+
 CASES = by_default(
     [("llama", 2, True)],
     [(family, world, documents) for family in FAMILIES for world in LAYOUTS for documents in (False, True)],
@@ -133,11 +154,22 @@ def test_every_layout_has_the_curve_of_one_process(family: str, world: int, docu
     require_same_curves(family, LAYOUTS[world], world, length=length, documents=documents)
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_compiled_blocks_have_the_curve_of_one_process(family: str) -> None:
+    per_rank = run_ranks(compiled_curves, 2, family, LENGTH, True, timeout_s=240.0)
+    require_equal_to_one_process(per_rank, family, length=LENGTH, documents=True)
+
+
 def require_same_curves(
     family: str, plans: dict[str, dict[str, Any]], world: int, *, length: int, documents: bool
 ) -> None:
-    expected = run_ranks(curves, 1, family, {"one": {}}, length, documents)[0]["one"]
     per_rank = run_ranks(curves, world, family, plans, length, documents, timeout_s=240.0)
+    require_equal_to_one_process(per_rank, family, length=length, documents=documents)
+
+
+def require_equal_to_one_process(per_rank: list[Any], family: str, *, length: int, documents: bool) -> None:
+    expected = run_ranks(curves, 1, family, {"one": {}}, length, documents)[0]["one"]
     assert all(found == per_rank[0] for found in per_rank), "ranks disagree about their own curve"
     for name, found in per_rank[0].items():
         for right, value in zip(expected, found, strict=True):
