@@ -4,7 +4,7 @@ With the bytes of a token's keys and values k, queries q and outputs o, and the 
 
 | attention | seconds per token                                                       |
 | --------- | ----------------------------------------------------------------------- |
-| gather    | 3 (cp - 1) k / bandwidth: nothing hides them                            |
+| gather    | 3 (cp - 1) k / bandwidth: nothing hides them; the work on parts of rows |
 | ulysses   | 2 (cp - 1) / cp (q + k + o) / bandwidth                                 |
 | ring      | those of gather that attention does not hide, and the work on its parts |
 """
@@ -17,7 +17,7 @@ import numpy as np
 
 from weft.core import axes
 from weft.plan.columns import CP_ATTENTIONS, Columns, Floats, Ints
-from weft.plan.cp.sizes import RING_WORK, exchanged_kv_heads, kv_elements
+from weft.plan.cp.sizes import WORK, exchanged_kv_heads, kv_elements, work_of_parts
 from weft.plan.request import Request, byte_sizes
 from weft.plan.time.compute import ATTENTION_BACKWARD, attention_seconds
 from weft.plan.time.links import axis_link
@@ -41,11 +41,11 @@ def chosen_attentions(request: Request, columns: Columns, fixed: Mapping[str, ob
     heads = largest.num_heads / columns.tp + exchanged_kv_heads(columns, largest)
     by_heads = 2 * (cp - 1) / cp * heads * (largest.head_dim + largest.value_dim) * per_byte
     does_divide = np.all([each.num_heads % (columns.cp * columns.tp) == 0 for each in found], axis=0)
-    work = (1 + ATTENTION_BACKWARD) * attention_seconds(request, columns, block, token)
-    ring = np.maximum(gather - OVERLAP * work * (cp - 1) / cp, 0.0) + (RING_WORK - 1) * work
+    work = (1 + ATTENTION_BACKWARD) * attention_seconds(request, columns, block, token) / work_of_parts(columns)
+    ring = np.maximum(gather - OVERLAP * WORK["ring"] * work * (cp - 1) / cp, 0.0) + (WORK["ring"] - 1) * work
     is_plain = not any(each.materialises_scores for each in found)
     seconds: dict[str, Floats] = {
-        "gather": gather,
+        "gather": gather + (WORK["gather"] - 1) * work,
         "ulysses": np.where(does_divide, by_heads, np.inf),
         "ring": ring if is_plain else np.full(size, np.inf),
     }

@@ -8,7 +8,10 @@ from weft.core.model_shape import AttentionShape
 from weft.plan.columns import CP_ATTENTIONS, CP_SPLITS, Bools, Columns, Floats
 from weft.plan.view import View
 
-RING_WORK = 1.15  # of attention in parts: smaller products, and sums of parts in float32
+# Seconds of attention, times those of whole rows. Parts of a row are aligned to their last key, which cuDNN's kernel
+# does not offer: flash attention took 1.29 times as long with heads of 128, 1.47 with heads of 64; a ring also adds up
+# parts in float32, 1.8 with heads of 64 (H200, benchmarks/results/context_step-2026-11-19-h200.md).
+WORK = {"gather": 1.35, "ulysses": 1.0, "ring": 1.6}
 
 
 def kv_heads_of(columns: Columns, attention: AttentionShape) -> Floats:
@@ -53,6 +56,12 @@ def attention_buffers(view: View, *, wide: Floats) -> Floats:
 
 def is_ring(columns: Columns) -> Bools:
     return np.asarray((columns.cp > 1) & (columns.cp_attention == CP_ATTENTIONS.index("ring")))
+
+
+def work_of_parts(columns: Columns) -> Floats:
+    """Seconds of attention over those of whole rows."""
+    by_name = np.asarray([WORK[name] for name in CP_ATTENTIONS])
+    return np.where(columns.cp > 1, by_name[columns.cp_attention], 1.0)
 
 
 def most_work(columns: Columns) -> Floats:

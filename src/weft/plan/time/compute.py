@@ -19,7 +19,7 @@ import numpy as np
 from weft.core.cluster import Device
 from weft.core.model_shape import BlockShape, LinearShape
 from weft.plan.columns import FLOAT8, Bools, Columns, Floats
-from weft.plan.cp.sizes import RING_WORK, is_ring, most_work
+from weft.plan.cp.sizes import most_work, work_of_parts
 from weft.plan.memory.block_activations import bytes_of, mean_keys, saved_by_default, saved_by_selective
 from weft.plan.memory.fused_loss import is_sharded
 from weft.plan.request import Request, byte_sizes, rate_format
@@ -232,7 +232,7 @@ def attention_seconds(request: Request, columns: Columns, block: BlockShape, tok
     name = _rate_name(request)
     rate = device.peak_flops[name] * device.rates[name].best * ATTENTION_SHARE
     flops = tokens * attention_flops_per_token(block, request.workload.sequence_length) / columns.tp
-    flops = flops * most_work(columns) * np.where(is_ring(columns), RING_WORK, 1.0)
+    flops = flops * most_work(columns) * work_of_parts(columns)
     if not request.writes_scores(block.attention):
         return np.asarray(flops / rate, dtype=np.float64)
     # with materialised scores masked keys are computed too, and the scores move through memory several times

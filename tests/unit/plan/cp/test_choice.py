@@ -35,11 +35,16 @@ def with_scores(shape: ModelShape) -> ModelShape:
 
 @pytest.mark.parametrize(
     ("keys", "attention"),
-    [({"cp": 2}, "gather"), ({"cp": 8}, "ulysses"), (ACROSS, "ring")],
+    [({"cp": 2}, "ulysses"), ({"cp": 8}, "ulysses"), (ACROSS, "gather")],
 )
 def test_the_default_has_the_cheapest_exchanges(keys: dict[str, Any], attention: str) -> None:
     assert chosen(LONG, {}, **keys) == attention
     assert chosen(LONG, {"context_parallel.attention": "gather"}, **keys) == "gather"
+
+
+def test_a_slow_network_gets_a_ring() -> None:
+    slow = replace(LONG, cluster=replace(LONG.cluster, between=replace(LONG.cluster.between, bytes_per_s=5e9)))
+    assert chosen(slow, {}, **ACROSS) == "ring"
 
 
 def test_attention_that_writes_its_scores_gets_no_ring() -> None:

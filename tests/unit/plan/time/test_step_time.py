@@ -10,7 +10,7 @@ from plan_cases import assert_terms_add_up, columns_with, legal_plans, one, requ
 from weft import zoo
 from weft.core.cluster import Link
 from weft.core.terms import StepTerm as Term
-from weft.plan.cp.sizes import RING_WORK
+from weft.plan.cp.sizes import WORK
 from weft.plan.request import Request
 from weft.plan.time.compute import block_seconds, model_flops
 from weft.plan.time.state_stream import UPDATE_PASSES
@@ -169,7 +169,7 @@ def test_a_ring_hides_behind_attention() -> None:
     assert slow[Term.CP_COMM] == pytest.approx(wire - OVERLAP * 7 / 8 * slow[Term.ATTENTION])
     gather = terms(on_network(REQUEST, 1e9), **{**ring, "attention": "gather"})
     assert gather[Term.CP_COMM] == pytest.approx(wire)
-    assert gather[Term.ATTENTION] == pytest.approx(slow[Term.ATTENTION] / RING_WORK)
+    assert gather[Term.ATTENTION] == pytest.approx(slow[Term.ATTENTION] * WORK["gather"] / WORK["ring"])
 
 
 def test_tensor_communication_is_not_hidden() -> None:
