@@ -20,9 +20,9 @@ README, STATUS, FIRST_RUN, NEXT_STEPS = (
 )
 FIRST, SECOND = command_lines(next(block for block in read_blocks(README) if block.info == "bash"))
 MOST_WORDS = 900  # one screen and a table: a reader in a hurry learns what it is for
-VERBS = {command.callback.__name__ for command in app.registered_commands if command.callback is not None} | {
-    str(group.typer_instance.info.name) for group in app.registered_groups if group.typer_instance is not None
-}
+VERBS = {
+    command.name or command.callback.__name__ for command in app.registered_commands if command.callback is not None
+} | {str(group.typer_instance.info.name) for group in app.registered_groups if group.typer_instance is not None}
 _BAR = re.compile(r"\[[█▓▒░· >]*\] *")
 _NUMBER = re.compile(r"\d[\d.,]*( (K|M|MiB|GiB)|ms|s|m\d+s)?")
 
