@@ -26,15 +26,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16": ("llama", {**EAGER, "pipeline": {"microbatches": 2}}),
     "bf16 ZeRO-3": ("llama", {**EAGER, "data_parallel": {"zero": 3}}),
     "bf16 ZeRO-2, experts": ("mixtral", {**EAGER, "data_parallel": {"zero": 2}}),
+    "rows in float8": ("llama", {"float8": {"linears": "all", "recipe": "rowwise"}}),
+    "delayed float8": ("llama", {"float8": {"linears": "all", "recipe": "delayed"}}),
+    "a residual stream in float32": ("llama", {"precision": {"residual": "float32"}}),
     "fp16": ("llama", {"precision": {"preset": "fp16"}}),
     "fp32, dropout": ("gpt2", {**FP32, "pipeline": {"microbatches": 2}}),
 }
 
 
+ADAPTER = {"kind": "lora", "rank": 4, "targets": ["q_proj", "v_proj", "*.mlp.*"]}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_plan_is_proved_on_the_gpu(case: str, tmp_path: Path) -> None:
     family, plan = CASES[case]
+    require_proof(family, plan, {}, tmp_path)
+
+
+@pytest.mark.parametrize("base", ["model", "bfloat16", "int8", "nf4"])
+def test_an_adapter_is_proved_on_the_gpu(base: str, tmp_path: Path) -> None:
+    require_proof("llama", {"precision": {"preset": "bf16"}}, {"adapter": {**ADAPTER, "base": base}}, tmp_path)
+
+
+def require_proof(family: str, plan: dict[str, Any], more: dict[str, Any], tmp_path: Path) -> None:
     run = {
+        **more,
         "model": FAMILIES[family].model_dump(exclude_none=True),
         "data": {"source": "python-stdlib", "tokenizer": "bytes", "sequence_length": 32},
         "train": {"steps": 20, "global_batch": 8, "learning_rate": 1e-3, "warmup_steps": 2, "seed": 1},
