@@ -251,6 +251,11 @@ class ModelShape:
         ends = {} if self.trains_ends else {"vocab_size": 0, "head_bias": False}
         return replace(self, kinds=kinds, outside=outside, **ends)  # type: ignore[arg-type]
 
+    @property
+    def has_codes(self) -> bool:
+        """Whether some frozen weights rest in codes."""
+        return any(linear.code_bytes for kind in self.kinds for linear in kind.linears)
+
     def in_codes(self, code_bytes: float) -> ModelShape:
         """The shape of the matrices alone whose weights rest in codes of that size."""
         kinds = tuple(

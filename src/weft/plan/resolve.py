@@ -47,7 +47,8 @@ def resolve(
     default: `devices`, and without both the kind of device decides.
     """
     tables = with_whole_loss(tables) if run.objective.reads_logits else tables
-    plan = with_choices(with_mesh(tables, num_ranks=num_ranks), on_gpu=on_gpu, source=source)
+    has_codes = run.adapter.is_quantised
+    plan = with_choices(with_mesh(tables, num_ranks=num_ranks), on_gpu=on_gpu, source=source, has_codes=has_codes)
     if num_ranks is not None and plan.num_ranks != num_ranks and plan.data_parallel.elastic:
         plan = with_data_parallel_ranks(plan, run, num_ranks)
     if num_ranks is not None and plan.num_ranks != num_ranks:
@@ -87,18 +88,19 @@ def most_ranks(tables: Tables, run: RunSpec, limit: int) -> int:
     return next((count for count, plan in plans if is_legal(plan, run)), 0)
 
 
-def with_choices(tables: Tables, *, on_gpu: bool, source: str = "the plan") -> Plan:
+def with_choices(tables: Tables, *, on_gpu: bool, source: str = "the plan", has_codes: bool = False) -> Plan:
     """The plan of `tables` with the choices that depend on the kind of device: a GPU computes in bf16, compiles blocks
     and fuses head and loss wherever weft supports it. Given keys stay; a CPU uses the plan's own defaults.
 
     `compile.enabled = false` turns the fast path off: the loss is then not fused unless `kernels.loss` is given.
+    `has_codes`: frozen weights of an adapter rest in codes, beside which blocks are not compiled.
     """
     if not on_gpu:
         return Plan.from_tables(tables, source=source)
     plan = Plan.from_tables(_in_bf16(tables), source=source)
     compiled, kernels = tables.get("compile", {}), tables.get("kernels", {})
     if "enabled" not in compiled:
-        plan = plan.model_copy(update={"compile": Compile(enabled=not why_not_compiled(plan))})
+        plan = plan.model_copy(update={"compile": Compile(enabled=not has_codes and not why_not_compiled(plan))})
     if "loss" not in kernels and compiled.get("enabled", True) and not why_not_fused(plan):
         plan = plan.model_copy(update={"kernels": plan.kernels.model_copy(update={"loss": "fused"})})
     return plan

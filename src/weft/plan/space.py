@@ -293,7 +293,7 @@ def _fast_path(table: Ints, freedom: Freedom, request: Request) -> tuple[Ints, I
     is_split = (table[:, 4] > 1) & np.isin(table[:, 7], [SCHEDULES.index(name) for name in SPLIT])
     selects = table[:, 9] == RECOMPUTE.index("selective")
     compiled = is_gpu & (table[:, 3] == 1) & ~is_split & ~selects & (not request.shape.has_dropout)
-    compiled &= not request.precision.has_wide_residual
+    compiled &= not (request.precision.has_wide_residual or request.shape.has_codes)
     asked = freedom.fixed.get("kernels.loss")
     is_open = asked is None and bool(freedom.fixed.get("compile.enabled", True))
     fused = is_gpu & is_open & ((table[:, 3] == 1) | (table[:, 10] == 0)) | (asked == "fused")

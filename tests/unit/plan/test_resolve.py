@@ -22,6 +22,13 @@ def test_a_cpu_takes_the_plan_as_it_is() -> None:
     assert with_choices({}, on_gpu=False) == Plan()
 
 
+@pytest.mark.parametrize(("base", "enabled"), [("bfloat16", True), ("int8", False), ("nf4", False)])
+def test_blocks_beside_codes_are_not_compiled_by_themselves(base: str, enabled: bool) -> None:
+    run = RunSpec.from_tables({"model": {"type": "llama"}, "adapter": {"kind": "lora", "base": base}})
+    plan = resolve({}, run, on_gpu=True, num_ranks=1)
+    assert (plan.compile.enabled, plan.kernels.loss) == (enabled, "fused")
+
+
 @pytest.mark.parametrize(
     ("tables", "enabled", "loss"),
     [

@@ -99,7 +99,8 @@ def _estimate_one(question: Question, path: Path, settings: list[str]) -> Answer
     began_s = time.perf_counter()
     tables = {**apply_settings(read_toml(path), settings), "precision": question.precision}
     tables = with_whole_loss(tables) if question.fixed else tables
-    asked = with_choices(tables, on_gpu=not question.request.is_cpu, source=str(path))
+    request = question.request
+    asked = with_choices(tables, on_gpu=not request.is_cpu, source=str(path), has_codes=request.shape.has_codes)
     with_fixed(question.fixed, keys_of(asked))
     chosen = with_chosen_blocks(question.request, with_chosen_mixture(question.request, asked))
     require_planned(question.request, chosen, source=str(path))

@@ -1,7 +1,7 @@
-"""Merged weights of a model with adapters: W + scale * B A, one tensor at a time, in the dtype of W.
+"""Merged weights of a model with adapters: W + scale * B A, one tensor at a time, in the wider dtype of W and B.
 
-The sum is made in float32 and rounded once; of a quantised base W has the values of its codes. Frozen weights that a
-checkpoint leaves out come from their source.
+The sum is made in float32; rounded to the bfloat16 of a base, it would lose small updates. Of a quantised base W has
+the values of its codes. Frozen weights that a checkpoint leaves out come from their source.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def merged_tensors(
     for name in order([*(name for name in given if name not in factors), *readers]):
         stored = readers[name](()) if name in readers else given[name]
         value = rounded(stored, kinds[name]) if name in kinds else stored
-        yield name, _merged(name, value, given, transposed, scale=run.adapter.scale).to(stored.dtype)
+        merged = _merged(name, value, given, transposed, scale=run.adapter.scale)
+        yield name, merged.to(torch.promote_types(stored.dtype, merged.dtype))
 
 
 def _merged(
@@ -48,8 +49,10 @@ def _merged(
     linear = name.removesuffix(".weight")
     if linear not in transposed or linear == name:
         return value.clone()
-    delta = (given[f"{linear}.lora_B.weight"].float() @ given[f"{linear}.lora_A.weight"].float()) * scale
-    return (value.float() + (delta.T if transposed[linear] else delta)).to(value.dtype)
+    of_output, of_input = given[f"{linear}.lora_B.weight"], given[f"{linear}.lora_A.weight"]
+    delta = (of_output.float() @ of_input.float()) * scale
+    merged = value.float() + (delta.T if transposed[linear] else delta)
+    return merged.to(torch.promote_types(value.dtype, of_output.dtype))
 
 
 def _is_transposed(name: str, module: object) -> bool:

@@ -91,6 +91,20 @@ def test_linears_of_blocks_hold_codes_and_nothing_else_of_the_base(kind: str) ->
         assert not any(name in key for key in engine.state() for name in in_codes)
 
 
+def test_a_weight_merged_with_a_bfloat16_base_keeps_small_updates() -> None:
+    run = adapted_run("qwen3-tied", {"base": "bfloat16"})
+    config = build_config(run.model, vocab_size=257)
+    source = initial_weights(run, config, device=CPU)
+    names = [name for name, _ in run_skeleton(run, config).named_parameters()]
+    given = {name: read(()) + (1 if ".lora_" in name else 0) for name, read in source.readers(names)}
+    given = {name: value if ".lora_" in name else value.bfloat16() for name, value in given.items()}
+    merged = dict(merged_tensors(run, config, source, given))
+    name = "model.layers.1.mlp.down_proj"
+    product = 2 * given[f"{name}.lora_B.weight"] @ given[f"{name}.lora_A.weight"]
+    assert torch.equal(merged[f"{name}.weight"], given[f"{name}.weight"].float() + product)
+    assert merged["model.norm.weight"].dtype == torch.bfloat16, "what has no adapter stays as it is"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_merged_weight_is_that_of_the_codes_and_the_adapter(kind: str) -> None:
     run = adapted_run("qwen3-tied", {"base": kind})
