@@ -179,7 +179,7 @@ def test_refusals_come_before_any_process(files: Path, measured_by: Stub) -> Non
     cases = {
         "W202": ["--plan", "plan.toml", "--rank", "8"],
         "W203": ["--plan", "plan.toml", "--set", "train.global_batch=12"],
-        "W204": ["--plan", "plan.toml", "--set", "mesh.cp=2", "--set", "compile.enabled=true"],
+        "W204": ["--plan", "plan.toml", "--set", "mesh.tp=2", "--set", "compile.enabled=true"],
         "W205": ["--plan", "plan.toml", "--device", "H2000000"],
         "W102": ["--plan", "plan.toml", "--set", "train.gloabl_batch=8"],
         "W101": ["--plan", "missing.toml"],
@@ -333,7 +333,7 @@ def test_plans_are_confirmed_and_what_is_not_built_says_so(files: Path, measured
         assert plan["dry_run"]["error"] == pytest.approx(allocated / (55 * GIB) - 1)
         assert plan["dry_run"]["fits"] is True
     assert all(job.run.train.global_batch == 128 and job.run.data.sequence_length == 4096 for job in jobs)
-    not_built = (*asked, "--set", "mesh.cp=2", "--set", "compile.enabled=true", "--dryrun", "--top", "2")
+    not_built = (*asked, "--set", "mesh.tp=2", "--set", "compile.enabled=true", "--dryrun", "--top", "2")
     plans = json.loads(call_weft(*not_built, "--json")[1])["plans"]
     assert all(plan["dry_run"]["reason"].startswith("not built: ") for plan in plans)
     assert "not built" in call_weft(*not_built)[1]

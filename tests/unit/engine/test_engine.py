@@ -143,7 +143,7 @@ def test_errors_are_sentences() -> None:
     with pytest.raises(MeshError, match="2 ranks"):
         Engine(Mlp(), Plan.from_tables({"mesh": {"dp_shard": 2}}))
     with pytest.raises(NotBuiltError):
-        Engine(Mlp(), Plan.from_tables({"mesh": {"cp": 2}, "compile": {"enabled": True}}))
+        Engine(Mlp(), Plan.from_tables({"mesh": {"tp": 2}, "compile": {"enabled": True}}))
     engine = build_engine("llama", {"pipeline": {"microbatches": 17}})
     with pytest.raises(BatchError, match="17 micro-batches"):
         engine.step(global_batch(0))

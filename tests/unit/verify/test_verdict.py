@@ -217,7 +217,7 @@ def test_all_gives_every_plan_and_a_matrix(monkeypatch: pytest.MonkeyPatch, tmp_
     "arguments",
     [
         ("none.toml",),
-        ("--set", "mesh.cp=2", "--set", "compile.enabled=true"),
+        ("--set", "mesh.tp=2", "--set", "compile.enabled=true"),
         ("--steps", "1"),
         ("--set", "nothing.key=1"),
         ("--nproc", "0"),
