@@ -54,7 +54,7 @@ def build_engine(
     config = build_config(spec, vocab_size=257)
     skeleton = build_skeleton(config)
     return Engine(
-        build_skeleton(config),
+        build_skeleton(config, attention=spec.attention),
         Plan.from_tables(plan or {}),
         optimizer=optimizer or OptimizerPolicy(learning_rate=3e-4),
         weights=InitialWeights(skeleton, describe(skeleton), seed=seed, device=CPU),

@@ -3,7 +3,7 @@
 | question | answer of an axis |
 | --- | --- |
 | placement of each parameter | `shards`, and `replicated_reasons` for parameters that could be sharded and are not |
-| rows of the batch | `row_chunks`, `row_chunk`, `rows_of` |
+| rows of the batch | `row_chunks`, `row_chunk`, `rows_of`; `slices_of`: what a rank has of their activations |
 | loss and token count | `owns_loss`, `owns_weight`: of ranks with the same value, the one that counts |
 | gradients | `sum_gradients`, in the order of `Axes`, after the last backward and before the norm |
 | process groups | `groups`; `activation_groups` for those that carry activations |
@@ -26,6 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from weft.core.shards import LocalShard
+from weft.engine.activations.slices import Slices, nested
 from weft.engine.objective import Batch, TokenLoss
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class AxisContext:
     row_chunk: int = 0
     owns_loss: bool = True
     token_loss: TokenLoss | None = None  # the loss of logits that the axis shards
-    activation_layout: Any = None  # where activations are sharded, for dropout; None: never
+    activation_layout: Any = None  # where activations are sharded, whatever the rows; None: never
 
     @classmethod
     def of(cls, engine: Engine) -> Self | None:
@@ -69,6 +70,10 @@ class AxisContext:
     def rows_of(self, batch: Batch) -> Batch:
         """This rank's rows of a micro-batch, whose forward begins."""
         return batch
+
+    def slices_of(self, batch: Batch) -> Slices | None:
+        """How activations of these rows are divided, for dropout; None: never."""
+        return self.activation_layout  # type: ignore[no-any-return]
 
     def full_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits of the full vocabulary, minus infinity where a slice is padded."""
@@ -136,9 +141,8 @@ class Axes(tuple[AxisContext, ...]):
     def token_loss(self) -> TokenLoss | None:
         return self._first(lambda context: context.token_loss)
 
-    @property
-    def activation_layout(self) -> Any:
-        return self._first(lambda context: context.activation_layout)
+    def slices_of(self, batch: Batch) -> Slices | None:
+        return nested(context.slices_of(batch) for context in self)
 
     @property
     def row_chunks(self) -> int:

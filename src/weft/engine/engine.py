@@ -203,7 +203,7 @@ class Engine(EngineState, EngineRecords):
                 first_row=first_rows[index],
                 num_rows=chunks[index],
                 is_random=self._is_random,
-                slices=self.axes.activation_layout,
+                slices=self.axes.slices_of(microbatches[index]),
             )
             with seeded, self.buffer_sync.forward(stage):
                 loss_sum = self.loss_sum(microbatches[index], stage=stage)

@@ -18,6 +18,7 @@ import weft.engine.cp.masks as masks
 import weft.engine.cp.ring as ring
 from weft.engine.cp.context import CPContext
 from weft.engine.cp.positions import Positions
+from weft.engine.cp.slices import ContextSlices, OwnPositions
 
 
 def positions_from_zero_in_the_second_piece() -> AbstractContextManager[None]:
@@ -168,3 +169,46 @@ def parts_averaged() -> AbstractContextManager[None]:
         return merged
 
     return replaced(ring, "_merged", make)
+
+
+def masks_by_local_position() -> AbstractContextManager[None]:
+    """Hidden states drop as if a rank's positions were a row: every rank draws the same mask."""
+
+    def make(original: Any) -> Any:
+        return lambda self, shape: original(self, shape) if self.is_attending else []
+
+    return replaced(ContextSlices, "of", make)
+
+
+def masks_in_rank_order() -> AbstractContextManager[None]:
+    """Slices of whole masks, as if every split were contiguous."""
+
+    def make(_original: Any) -> Any:
+        def take(self: OwnPositions, full: Tensor, dim: int) -> Tensor:
+            positions = self.whole.positions
+            own = positions.own_length
+            return self.whole.take(full, dim).narrow(dim, positions.rank * own, own)
+
+        return take
+
+    return replaced(OwnPositions, "take", make)
+
+
+def masks_of_padded_rows() -> AbstractContextManager[None]:
+    """Masks are drawn for padding too, which shifts those of the positions behind it."""
+
+    def make(_original: Any) -> Any:
+        def slices_of(self: CPContext, batch: Any) -> ContextSlices:
+            positions = self._positions(batch)
+            return ContextSlices(positions, positions.length, self.attending)
+
+        return slices_of
+
+    return replaced(CPContext, "slices_of", make)
+
+
+def masks_of_the_first_heads() -> AbstractContextManager[None]:
+    """Ulysses: a rank's share of the heads drops as the first ones."""
+    return replaced(
+        ContextSlices, "in_attention", lambda original: lambda self, shape: original(self, shape)._replace(heads=())
+    )

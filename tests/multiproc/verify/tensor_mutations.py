@@ -25,6 +25,7 @@ from weft.core import axes
 from weft.core.shards import Span
 from weft.data.loader import Loader
 from weft.engine import collectives
+from weft.engine.activations.slices import EvenSlice
 from weft.engine.tp.activation_layout import ActivationLayout
 from weft.engine.tp.chunked_loss import HeadShard
 from weft.engine.tp.context import TPContext
@@ -317,14 +318,14 @@ def stream_ends_with_a_sum_in_backward() -> Any:
 
 def masks_not_sliced() -> Any:
     """Every rank draws a mask of its slice's own shape: the first heads' masks, for all."""
-    return replaced(ActivationLayout, "shard_dim", lambda _: lambda self, tensor: None)
+    return replaced(ActivationLayout, "shard_dim", lambda _: lambda self, shape: None)
 
 
 def masks_of_the_first_slice() -> Any:
-    def first(self: ActivationLayout, whole: torch.Tensor, dim: int) -> torch.Tensor:
+    def first(self: EvenSlice, whole: torch.Tensor, dim: int) -> torch.Tensor:
         return whole.narrow(dim, 0, whole.shape[dim] // self.degree)
 
-    return replaced(ActivationLayout, "local_slice", lambda _: first)
+    return replaced(EvenSlice, "take", lambda _: first)
 
 
 def other_rows_on_the_second_rank() -> Any:

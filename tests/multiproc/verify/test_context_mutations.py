@@ -14,6 +14,7 @@ import context_mutations as bugs
 from mutation_groups import Bug, Group, require_caught
 
 CP2 = {"mesh": {"cp": 2}}
+PADDED = {"sequence_length": 15}  # does not divide over two ranks
 
 GROUPS: dict[str, Group] = {
     "gather": Group(
@@ -49,9 +50,25 @@ GROUPS: dict[str, Group] = {
         plan={**CP2, "context_parallel": {"attention": "ulysses"}},
         bugs=(Bug(mutate=bugs.keys_in_rank_order, check="loss", step=1),),
     ),
+    "dropout": Group(
+        plan=CP2,
+        model="gpt2",
+        data=PADDED,
+        bugs=(
+            Bug(mutate=bugs.masks_by_local_position, check=("loss", "gradients"), step=1),
+            Bug(mutate=bugs.masks_in_rank_order, check=("loss", "gradients"), step=1),
+            Bug(mutate=bugs.masks_of_padded_rows, check=("loss", "gradients"), step=1),
+        ),
+    ),
+    "dropout over heads": Group(
+        plan={**CP2, "context_parallel": {"attention": "ulysses"}},
+        model="gpt2",
+        data=PADDED,
+        bugs=(Bug(mutate=bugs.masks_of_the_first_heads, check=("loss", "gradients"), step=1),),
+    ),
 }
 
 
-@pytest.mark.parametrize("name", by_default([], GROUPS, extended=["gather", "documents", "ring"]))
+@pytest.mark.parametrize("name", by_default([], GROUPS, extended=["gather", "documents", "ring", "dropout"]))
 def test_every_bug_is_caught_by_the_right_check(name: str, corpus: Path, tmp_path: Path) -> None:
     require_caught(GROUPS[name], corpus, tmp_path)

@@ -3,36 +3,38 @@
 torch draws one mask per micro-batch, so the masks of its rows change with the layout. Here the default generator,
 seeded alike on every rank, only numbers the dropout calls; each row's mask comes from (call number, global row).
 Replaying a forward with the generator's saved state, inside `replayed` (activation recompute), draws the same masks.
-A rank with a slice of a tensor (`Slices`: heads, a width, the sequence) draws the full mask and takes its slice.
+A rank with a slice of a tensor (`slices.py`: heads, a width, positions) draws the full mask and takes its slice.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from weft.core.errors import NotBuiltError
+from weft.engine.activations.slices import (
+    HEADS,
+    KEYS,
+    QUERIES,
+    AttentionSlices,
+    Sliced,
+    Slices,
+    full_shape,
+    place,
+    take,
+)
 from weft.engine.wrap_forward import Forward, wrap_forward
 from weft.models.layout import ModelLayout
 from weft.models.seeds import seed_generators
-
-
-class Slices(Protocol):
-    """Which tensors are local slices, along which dimension, and the shape of the full tensor."""
-
-    def shard_dim(self, tensor: torch.Tensor) -> int | None: ...
-
-    def full_shape(self, tensor: torch.Tensor, dim: int) -> tuple[int, ...]: ...
-
-    def local_slice(self, full: torch.Tensor, dim: int) -> torch.Tensor: ...
 
 
 def draw_call_number() -> int:
@@ -75,9 +77,23 @@ class _Numbered:
         return forward(*args, **kwargs)
 
 
+def is_drawing() -> bool:
+    """Whether a seeded forward runs, of a model with dropout."""
+    return _RowDropout.active is not None
+
+
 def replayed() -> AbstractContextManager[Any]:
     """The context in which a backward must repeat the forward that is running now."""
     return _RowDropout.active.drawing() if _RowDropout.active is not None else nullcontext()
+
+
+def repeated_in_backward(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, of which the backward keeps the arguments alone. Not for blocks, which set up their slices."""
+    rows = _RowDropout.active
+    if rows is None:
+        return function(*args)
+    again = rows.from_here()
+    return checkpoint(function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), again.drawing()))
 
 
 # Random functions whose first argument has the rows in dimension 0. Called per row, with the row's seed.
@@ -122,6 +138,11 @@ class _RowDropout(TorchFunctionMode):
         self._passes[index] += not is_repeating
         seed_generators(_mix(_mix(self.seed, index + 1), self._passes[index]))
 
+    def from_here(self) -> _RowDropout:
+        """The same draws, when layers around modules do not run before them."""
+        slices = self.slices.snapshot() if self.slices is not None else None
+        return _RowDropout(seed=self.seed, first_row=self.first_row, num_rows=self.num_rows, slices=slices)
+
     def _dropout(
         self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **kwargs: Any
     ) -> torch.Tensor:
@@ -135,18 +156,18 @@ class _RowDropout(TorchFunctionMode):
 
     def _mask(self, input: torch.Tensor, keep: float) -> torch.Tensor:
         """Ones and zeros per element of `input`: its slice of the full tensor's mask."""
-        dim = self.slices.shard_dim(input) if self.slices is not None else None
-        if dim == 2 and input.ndim == 3 and input.shape[0] != self.num_rows:
-            dim = 0  # XGLM flattens rows and heads: the heads are sharded
         generator = torch.Generator(device=input.device)
         parts = []
         for row, part in self._rows(input):
             generator.manual_seed(row)
-            shape = part.shape if dim is None or self.slices is None else self.slices.full_shape(part, dim)
+            slices = self._slices_of(part)
             # new_empty, not empty_like: numbers are drawn in memory order, which must not be a transposed tensor's
-            mask = part.new_empty(shape).bernoulli_(keep, generator=generator)
-            parts.append(mask if dim is None or self.slices is None else self.slices.local_slice(mask, dim))
+            mask = part.new_empty(full_shape(part.shape, slices)).bernoulli_(keep, generator=generator)
+            parts.append(take(mask, slices))
         return torch.cat(parts)
+
+    def _slices_of(self, part: torch.Tensor) -> Sequence[Sliced]:
+        return self.slices.of(part.shape) if self.slices is not None else ()
 
     def _attention(
         self,
@@ -182,40 +203,32 @@ class _RowDropout(TorchFunctionMode):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Attention of one row. A fused kernel draws its mask for the heads it gets, from the first one on.
+        """Attention of one row. A fused kernel draws its mask for the heads and queries it gets, from the first on.
 
-        So a rank with some of the heads runs the kernel for all heads, the others zero: it repeats their work, and
-        has the mask of the full tensor with every kernel.
+        So a rank with some of them runs the kernel for all, the others zero: it repeats their work, and has the mask
+        of the full tensor with every kernel.
         """
-        slices = self.slices
-        if slices is None or slices.shard_dim(query) is None:
+        slices = self.slices.in_attention(query.shape) if self.slices is not None else AttentionSlices()
+        if not any(slices):
             return _attend(query, key, value, attn_mask, *args, **kwargs)
-
-        dim = query.ndim - 3  # [row, heads, …], or [heads, …]
-
-        def among_all(own: torch.Tensor) -> torch.Tensor:
-            full = own.new_zeros(slices.full_shape(own, dim))
-            slices.local_slice(full, dim).copy_(own)
-            return full
-
-        if attn_mask is not None and attn_mask.ndim == query.ndim and attn_mask.shape[dim] == query.shape[dim] > 1:
-            attn_mask = among_all(attn_mask)
-        full = _attend(among_all(query), among_all(key), among_all(value), attn_mask, *args, **kwargs)
-        return slices.local_slice(full, dim)
+        heads = [(HEADS, each) for each in slices.heads]
+        queries = [*heads, *((QUERIES, each) for each in slices.queries)]
+        keys = [*heads, *((QUERIES, each) for each in slices.keys)]
+        if attn_mask is not None:
+            attn_mask = _full_attention_mask(attn_mask, query, key, slices)
+        full = _attend(place(query, queries), place(key, keys), place(value, keys), attn_mask, *args, **kwargs)
+        return take(full, queries)
 
     def _row_by_row(self, func: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if input.ndim == 0 or not kwargs.get("training", True):
             return func(input, *args, **kwargs)  # one number for all rows: alike on every rank already
-        if self.slices is not None and self.slices.shard_dim(input) is not None:
-            raise NotBuiltError(
-                f"{func.__name__} on a sharded tensor would draw other numbers in other layouts",
-                hint="set the model's noise (jitter, dropout) to 0 in [model.config]",
-            )
+        is_in_place = func.__name__.endswith("_")
         outputs = []
         for seed, part in self._rows(input):
+            slices = self._slices_of(part)
             with _seeded(seed, input.device):
-                outputs.append(func(part, *args, **kwargs))
-        is_in_place = func.__name__.endswith("_")
+                own = take(func(place(part, slices), *args, **kwargs), slices)
+            outputs.append(part.copy_(own) if is_in_place and slices else own)
         return input if is_in_place else torch.cat(outputs)
 
     def _rows(self, tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
@@ -257,6 +270,17 @@ def _is_random(module: nn.Module) -> bool:
         for key, value in vars(module).items()
         if "drop" in key or "jitter" in key
     )
+
+
+def _full_attention_mask(
+    own: torch.Tensor, query: torch.Tensor, key: torch.Tensor, slices: AttentionSlices
+) -> torch.Tensor:
+    """Other heads and queries may see every key: without any, kernels differ. Dimensions of one element serve all."""
+    sizes = {HEADS: query.shape[HEADS], QUERIES: query.shape[QUERIES], KEYS: key.shape[QUERIES]}
+    for (dim, size), parts in zip(sizes.items(), slices, strict=True):
+        if own.ndim >= -dim and own.shape[dim] == size > 1:
+            own = place(own, [(dim, each) for each in parts], fill=own.dtype == torch.bool)
+    return own
 
 
 @contextmanager

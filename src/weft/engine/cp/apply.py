@@ -14,7 +14,6 @@ from torch import nn
 from weft.core.errors import ModelError, NotBuiltError
 from weft.core.mixture import block_policies
 from weft.core.plan import ContextParallel, Plan
-from weft.engine.activations.dropout import uses_randomness
 from weft.engine.cp.attention import NAME, ContextAttention, attend, set_attention
 from weft.engine.cp.context import CPContext
 from weft.engine.mesh import Topology
@@ -45,7 +44,13 @@ def apply_context_parallel(
         is_again = any(name.startswith(f"{block}.") for block in recomputed)
         is_fused = inner == "sdpa"
         attention = ContextAttention(
-            plan.context_parallel, group, own, name=name, is_fused=is_fused, keeps_gathered=is_again
+            plan.context_parallel,
+            group,
+            own,
+            name=name,
+            is_fused=is_fused,
+            keeps_gathered=is_again,
+            attending=context.attending,
         )
         set_attention(module, attention)
     _use_own_configs(model)
@@ -64,11 +69,6 @@ def _require_supported(model: nn.Module, policy: ContextParallel, *, has_own_obj
         raise NotBuiltError(
             "context parallelism (mesh.cp > 1) with an objective of your own, which may need whole rows",
             hint="use mesh.cp = 1",
-        )
-    if uses_randomness(model):
-        raise NotBuiltError(
-            "dropout would draw other masks than other layouts with context parallelism (mesh.cp > 1)",
-            hint="set the model's dropout to 0 in [model.config], or use mesh.cp = 1",
         )
     inner: str = model.config._attn_implementation  # type: ignore[union-attr, assignment]
     if inner not in IMPLEMENTATIONS:

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.core.errors import ModelError
+from weft.core.errors import ModelError, NotBuiltError
 from weft.core.plan import ContextParallel
+from weft.engine.activations.dropout import is_drawing, repeated_in_backward
 from weft.engine.cp.causal import causal_attention
 from weft.engine.cp.exchange import POSITIONS, Group, gather, to_heads, to_rows
 from weft.engine.cp.positions import Positions
 from weft.engine.cp.regather import keeping_own, repeated
 from weft.engine.cp.ring import Ring, ring_attention
+from weft.engine.cp.slices import Attending
 from weft.models.cp.softmax import Attention, is_by_head, scale_of, sinks_of
 
 NAME = "weft_cp"  # of the implementation, in the registries of transformers
@@ -41,13 +43,14 @@ class ContextAttention:
         name: str,
         is_fused: bool,
         keeps_gathered: bool,
+        attending: Attending,
     ) -> None:
         """`own`: the model's attention function; `is_fused`: it takes no mask for causal attention.
 
-        `keeps_gathered`: the block is recomputed, so nothing is kept in any case.
+        `keeps_gathered`: the block is recomputed, so nothing is kept in any case. `attending`: tells dropout.
         """
         self._policy, self._group, self._own, self._name = policy, group, own, name
-        self._is_fused, self._keeps_gathered = is_fused, keeps_gathered
+        self._is_fused, self._keeps_gathered, self._attending = is_fused, keeps_gathered, attending
 
     def __deepcopy__(self, _memo: Any) -> ContextAttention:
         return self
@@ -63,6 +66,7 @@ class ContextAttention:
         positions = Positions(length=degree * key.shape[POSITIONS], degree=degree, rank=rank, split=self._policy.split)
         if self._own is None:
             raise self._refused("has no attention function that can be called with other keys")
+        self._require_dropout(kwargs.get("dropout", 0.0))
         is_causal = kwargs.get("is_causal")
         if mask is not None:
             over_heads = self._policy.attention == "ulysses"
@@ -74,21 +78,44 @@ class ContextAttention:
         if self._policy.attention == "ring":
             ring = Ring(positions=positions, group=self._group, scale=scale_of(query, kwargs), mask=mask)
             return ring_attention(query, key, value, sinks_of(module, query.shape[1], kwargs), ring), None
-        return self._over_positions(positions, module, query, key, value, mask, kwargs)
+        return self._gathered(positions, module, query, key, value, mask, kwargs)
+
+    def _gathered(
+        self, positions: Positions, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: Any
+    ) -> Any:
+        """Fused attention may save copies of gathered keys beside dropout: it is repeated, and gathers again so."""
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, *, is_repeated: bool) -> Any:
+            keeps = self._keeps_gathered or is_repeated
+            return self._over_positions(positions, module, query, key, value, mask, kwargs, keeps_gathered=keeps)
+
+        if kwargs.get("dropout", 0.0) > 0 and self._is_fused and not self._keeps_gathered:
+            return repeated_in_backward(partial(attend, is_repeated=True), query, key, value)
+        return attend(query, key, value, is_repeated=False)
 
     def _over_positions(
-        self, positions: Positions, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: Any
+        self,
+        positions: Positions,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        kwargs: Any,
+        *,
+        keeps_gathered: bool,
     ) -> Any:
         """`gather`: this rank's queries, with all heads."""
         assert self._own is not None
         times = query.shape[1] // key.shape[1] if _GROUPS in vars(module) else 1
         wholes = [repeated(whole, times) for whole in gather(key, value, positions, self._group)]
         pairs = list(zip((key, value), wholes, strict=True))
-        kept = nullcontext() if self._keeps_gathered else keeping_own(pairs, positions, self._group, repeats=times)
-        with _with_groups(module, query.shape[1] // wholes[0].shape[1]), kept:
+        kept = nullcontext() if keeps_gathered else keeping_own(pairs, positions, self._group, repeats=times)
+        with _with_groups(module, query.shape[1] // wholes[0].shape[1]), kept, self._attending.by("gather"):
             if mask is not None:
                 return self._own(module, query, *wholes, mask, **kwargs)
-            return causal_attention(query, wholes[0], wholes[1], positions, scale=kwargs.get("scaling")), None
+            scale, dropout = kwargs.get("scaling"), kwargs.get("dropout", 0.0)
+            return causal_attention(query, wholes[0], wholes[1], positions, scale=scale, dropout=dropout), None
 
     def _over_heads(
         self, positions: Positions, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: Any
@@ -108,7 +135,8 @@ class ContextAttention:
         query, key, value = (to_heads(x, positions, self._group) for x in (query, key, value))
         share = slice(rank * (heads // degree), (rank + 1) * (heads // degree))
         kwargs = {name: given[share] if is_by_head(given, heads) else given for name, given in kwargs.items()}
-        with _with_groups(module, query.shape[1] // key.shape[1]), _with_share(module, share, heads):
+        groups = query.shape[1] // key.shape[1]
+        with _with_groups(module, groups), _with_share(module, share, heads), self._attending.by("ulysses"):
             out, weights = self._own(module, query, key, value, mask, **kwargs)
         return to_rows(out.transpose(1, 2), positions, self._group).transpose(1, 2).contiguous(), weights
 
@@ -116,6 +144,17 @@ class ContextAttention:
         """A mask that the interface did not make, or none, would be silently wrong."""
         if not isinstance(mask, Tensor) or tuple(mask.shape[-2:]) != (queries, keys):
             raise self._refused(f"attends with a mask of its own, of shape {tuple(getattr(mask, 'shape', ()))}")
+
+    def _require_dropout(self, rate: float) -> None:
+        """Its masks are drawn for whole rows by `engine/activations/dropout.py` alone."""
+        if rate > 0 and self._policy.attention == "ring":
+            raise NotBuiltError(
+                f"context_parallel.attention = 'ring' has no attention dropout, but {self._name} drops {rate:g}: its"
+                " masks are of whole rows of scores, which a ring never has",
+                hint="set context_parallel.attention = 'gather', or the model's attention dropout to 0",
+            )
+        if rate > 0 and not is_drawing():
+            raise RuntimeError(f"{self._name} drops attention weights outside of a seeded forward")
 
     def _refused(self, why: str) -> ModelError:
         return ModelError(f"context parallelism does not work here: {self._name} {why}", hint="use mesh.cp = 1")

@@ -2,6 +2,8 @@
 
 No masked key is multiplied but those of the piece's own triangle. On a GPU no mask exists: flash attention aligns a
 causal mask to the last query and key. Elsewhere each piece has a mask of its queries.
+
+With dropout it is one call, which `engine/activations/dropout.py` makes for the queries of the whole row.
 """
 
 from __future__ import annotations
@@ -15,8 +17,16 @@ from weft.engine.cp.exchange import POSITIONS
 from weft.engine.cp.positions import Positions
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, positions: Positions, *, scale: float | None) -> Tensor:
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, positions: Positions, *, scale: float | None, dropout: float
+) -> Tensor:
     """[rows, positions, heads, width]. `key` and `value` are of whole rows, with the heads of `query`."""
+    if dropout > 0:
+        is_grouped = query.shape[1] != key.shape[1]
+        out = F.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=is_grouped
+        )
+        return out.transpose(1, 2).contiguous()
     outs, begin = [], 0
     for span in positions.spans:
         seen = [whole.narrow(POSITIONS, 0, span.stop) for whole in (key, value)]

@@ -18,6 +18,7 @@ from weft.core.sequence_split import padded_length
 from weft.engine.axis import AxisContext
 from weft.engine.cp.masks import MASKS, WholeRows, mask_of, own_rows
 from weft.engine.cp.positions import Positions
+from weft.engine.cp.slices import Attending, ContextSlices
 from weft.engine.objective import Batch
 
 SEARCH = "find_packed_sequence_indices"  # a test fails when it moves
@@ -37,6 +38,7 @@ class CPContext(AxisContext):
         self._degree, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._rows: WholeRows | None = None
         self._find_documents = getattr(sys.modules[MASKS], SEARCH)
+        self.attending = Attending()
 
     @property
     def owns_weight(self) -> bool:
@@ -52,11 +54,17 @@ class CPContext(AxisContext):
 
     def rows_of(self, batch: Batch) -> Batch:
         """This rank's positions of the rows."""
-        length, split = batch["input_ids"].shape[1], self.policy.split
-        padded = padded_length(length, degree=self._degree, split=split, multiple=self.multiple)
-        positions = Positions(length=padded, degree=self._degree, rank=self._rank, split=split)
+        positions = self._positions(batch)
         self._rows = WholeRows.of(batch, positions, self._find_documents)
         return own_rows(batch, positions)
+
+    def slices_of(self, batch: Batch) -> ContextSlices:
+        return ContextSlices(self._positions(batch), batch["input_ids"].shape[1], self.attending)
+
+    def _positions(self, batch: Batch) -> Positions:
+        length, split = batch["input_ids"].shape[1], self.policy.split
+        padded = padded_length(length, degree=self._degree, split=split, multiple=self.multiple)
+        return Positions(length=padded, degree=self._degree, rank=self._rank, split=split)
 
     @contextmanager
     def around_forward(self, model: nn.Module) -> Iterator[None]:

@@ -70,13 +70,15 @@ def own_rows(batch: Mapping[str, Tensor], positions: Positions) -> dict[str, Ten
 def mask_of(inner: Mask, rows: WholeRows, group: Group, *, has_all_queries: bool, is_fused: bool) -> Mask:
     """The mask function of the attention implementation `inner` for this rank's queries (all: with ulysses).
 
-    None for plain causal attention if it is fused: a mask of a rank's queries and all keys would be large.
+    None for plain causal attention if it is fused: a mask of a rank's queries and all keys would be large. Nor has a
+    window that no row fills a mask in one process, and the dropout of another kernel would draw other numbers.
     """
     positions, causal = rows.positions, getattr(sys.modules[MASKS], CAUSAL)
 
     def mask(batch_size: int, *, mask_function: Mask, device: torch.device | str = "cpu", **kwargs: Any) -> Any:
         may_skip = kwargs.get("allow_is_causal_skip", True) and kwargs.get("attention_mask") is None
-        if is_fused and may_skip and mask_function is causal:
+        window = kwargs.get("local_size")
+        if is_fused and may_skip and (mask_function is causal or (window is not None and rows.length < window)):
             return None
         device = torch.device(device)
         own = torch.arange(positions.length, device=device) if has_all_queries else positions.index(device)

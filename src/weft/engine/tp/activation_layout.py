@@ -9,12 +9,12 @@ Layers around modules record the layout as a forward passes them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
-
-import torch
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
 
 from weft.core.errors import NotBuiltError
+from weft.engine.activations.slices import AttentionSlices, EvenSlice, Sliced
 
 Layout = Literal["full", "stream", "inside"]
 
@@ -27,6 +27,7 @@ class ActivationLayout:
     degree: int
     sequence_parallel: bool
     now: Layout = field(default="full")
+    is_attending: ClassVar[bool] = False  # a region exchanges nothing at its attention
 
     def enter(self) -> None:
         self.now = "inside"
@@ -41,24 +42,36 @@ class ActivationLayout:
     def end(self) -> None:
         self.now = "full"
 
-    def shard_dim(self, tensor: torch.Tensor) -> int | None:
-        """The dimension along which `tensor` is sharded; None for a full tensor."""
+    def of(self, shape: Sequence[int]) -> Sequence[Sliced]:
+        dim = self.shard_dim(shape)
+        if dim == 2 and len(shape) == 3 and shape[0] > 1:
+            dim = 0  # XGLM flattens rows and heads: the heads are sharded
+        return [(dim, self._slice)] if dim is not None else []
+
+    def in_attention(self, shape: Sequence[int]) -> AttentionSlices:
+        return AttentionSlices(heads=(self._slice,) if self.of(shape) else ())
+
+    def snapshot(self) -> ActivationLayout:
+        return replace(self)
+
+    def shard_dim(self, shape: Sequence[int]) -> int | None:
+        """The dimension along which the tensor of one row is sharded; None for a full tensor."""
         if self.now == "full":
             return None
         if self.now == "stream":
-            if tensor.ndim < 3:
-                raise NotBuiltError(
-                    "dropout on flattened tokens would draw other masks with sequence parallel",
-                    hint="set tensor_parallel.sequence_parallel = false, or the model's dropout to 0",
-                )
-            return 1
-        return 1 if tensor.ndim == 4 else tensor.ndim - 1
+            return 1 if len(shape) > 2 else _tokens_dim(shape)
+        return 1 if len(shape) == 4 else len(shape) - 1
 
-    def full_shape(self, tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
-        shape = list(tensor.shape)
-        shape[dim] *= self.degree
-        return tuple(shape)
+    @property
+    def _slice(self) -> EvenSlice:
+        return EvenSlice(self.place, self.degree)
 
-    def local_slice(self, full: torch.Tensor, dim: int) -> torch.Tensor:
-        size = full.shape[dim] // self.degree
-        return full.narrow(dim, self.place * size, size)
+
+def _tokens_dim(shape: Sequence[int]) -> int:
+    """Of flattened tokens."""
+    if shape[0] == 1:
+        raise NotBuiltError(
+            f"dropout on a tensor of shape {tuple(shape)} per row would draw other masks with sequence parallel",
+            hint="set tensor_parallel.sequence_parallel = false, or the model's dropout to 0",
+        )
+    return 0

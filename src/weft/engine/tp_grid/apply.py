@@ -11,6 +11,7 @@ linears, with their collectives, run again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,8 +89,8 @@ def apply_grid(
 class _GridActivations(ActivationLayout):
     """On a square every tensor is sharded in the same dimension: heads, or the last."""
 
-    def shard_dim(self, tensor: Tensor) -> int | None:
-        return 1 if tensor.ndim == 4 else tensor.ndim - 1
+    def shard_dim(self, shape: Sequence[int]) -> int | None:
+        return 1 if len(shape) == 4 else len(shape) - 1
 
 
 class _GridLinear:

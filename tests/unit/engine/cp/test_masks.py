@@ -18,13 +18,29 @@ from weft.engine.cp.positions import Positions
 LENGTH = 8
 
 
-def test_a_mask_function_over_a_ranks_own_positions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def context(monkeypatch: pytest.MonkeyPatch) -> CPContext:
+    """Of the first of two ranks."""
     assert sys.modules[MASKS] is transformers.masking_utils
     monkeypatch.setattr("torch.distributed.get_world_size", lambda _group: 2)
     monkeypatch.setattr("torch.distributed.get_rank", lambda _group: 0)
-    context = CPContext(ContextParallel(), None, inner="sdpa", multiple=1)  # type: ignore[arg-type]
+    made = CPContext(ContextParallel(), None, inner="sdpa", multiple=1)  # type: ignore[arg-type]
     positions = Positions(length=LENGTH, degree=2, rank=0, split="zigzag")
-    context._rows = WholeRows(positions=positions, length=LENGTH, documents=None)
+    made._rows = WholeRows(positions=positions, length=LENGTH, documents=None)
+    return made
+
+
+@pytest.mark.parametrize(("window", "has_mask"), [(LENGTH - 1, True), (LENGTH, True), (LENGTH + 1, False)])
+def test_a_mask_exists_where_one_process_has_one(context: CPContext, window: int, has_mask: bool) -> None:
+    """Another kernel would draw other masks of dropout."""
+    masks = transformers.masking_utils
+    window_function = masks.sliding_window_causal_mask_function(window)
+    given = {"batch_size": 1, "mask_function": window_function, "local_size": window}
+    whole = masks.sdpa_mask(q_length=LENGTH, kv_length=LENGTH, **given)
+    assert [each is not None for each in (whole, context.mask(masks.sdpa_mask, **given))] == [has_mask] * 2
+
+
+def test_a_mask_function_over_a_ranks_own_positions_is_refused(context: CPContext) -> None:
     kinds = torch.zeros(1, LENGTH // 2)
 
     def by_kind(b: Any, _h: Any, q: Any, k: Any) -> Any:
