@@ -25,7 +25,11 @@ ODD_WIDTH = request_of(tiny_llama(intermediate_size=770), global_batch=64, seque
 TWELVE_KV = request_of(tiny_llama(hidden_size=384, num_attention_heads=24, num_key_value_heads=12), global_batch=64)
 TWO_NODES = request_of(devices="2x8xH100-80GB", global_batch=64, sequence_length=4096)
 CROOKED = replace(LLAMA, shape=replace(LLAMA.shape, has_straight_stream=False))
-DROPPED = replace(LLAMA, shape=replace(LLAMA.shape, kinds=(replace(LLAMA.shape.kinds[0], dropout=0.1),)))
+(KIND,) = LLAMA.shape.kinds
+assert KIND.attention is not None
+IN_ATTENTION = replace(KIND, attention=replace(KIND.attention, dropout=0.1))
+DROPPED = replace(LLAMA, shape=replace(LLAMA.shape, kinds=(IN_ATTENTION,)))
+IN_STREAM = replace(LLAMA, shape=replace(LLAMA.shape, dropout=0.1, kinds=(replace(KIND, dropout=0.1),)))
 NO_HOST = replace(LLAMA, cluster=replace(LLAMA.cluster, host_memory_bytes=0))
 NO_DISK = replace(LLAMA, cluster=replace(LLAMA.cluster, nvme_bytes_per_s=0.0))
 WIDE = replace(LLAMA, precision=resolve("bf16", {"residual": "float32"}))
@@ -106,12 +110,17 @@ BROKEN: list[tuple[str, Request, dict[str, Any]]] = [
     ("delayed", LLAMA, {"dp_replicate": 8, "delayed": True}),
     ("host", NO_HOST, {"dp_shard": 8, "zero": 3, "parameters": "cpu"}),
     ("context_mixers", request_of("mamba-2.8b", global_batch=64), {"cp": 8, "zero": 3}),
-    ("context_dropout", DROPPED, {"cp": 8, "zero": 3}),
+    ("context_dropout", DROPPED, {"cp": 8, "zero": 3, "attention": "ring"}),
     ("context_grid", LLAMA, {"cp": 2, "tp": 4, "mode": "2d", "sequence_parallel": False}),
     ("context_experts", MOE, {"cp": 8, "ep": 8}),
     ("context_heads", QWEN, {"cp": 8, "zero": 3, "attention": "ulysses"}),
     ("replicated_weights", LLAMA, {"dp_replicate": 8, "parameters": "cpu", "optimizer": "cpu"}),
 ]
+
+
+@pytest.mark.parametrize(("request_", "attention"), [(DROPPED, "gather"), (DROPPED, "ulysses"), (IN_STREAM, "ring")])
+def test_dropout_beside_context_parallelism_is_legal(request_: Request, attention: str) -> None:
+    assert check_plan(request_, columns_with({"cp": 8, "zero": 3, "attention": attention})) == []
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,8 @@ _KEY = "context_parallel.attention"
 
 
 def chosen_attentions(request: Request, columns: Columns, fixed: Mapping[str, object]) -> Ints:
-    """The fixed attention, or for each plan the fastest. What writes its scores may have caps that no ring adds up."""
+    """The fixed attention, or for each plan the fastest. No ring adds up what may have caps, as what writes
+    its scores, or has dropout."""
     size, kinds = len(columns), [block for block in request.shape.kinds if block.attention is not None]
     if _KEY in fixed:
         return np.full(size, CP_ATTENTIONS.index(str(fixed[_KEY])), dtype=np.int64)
@@ -43,7 +44,7 @@ def chosen_attentions(request: Request, columns: Columns, fixed: Mapping[str, ob
     does_divide = np.all([each.num_heads % (columns.cp * columns.tp) == 0 for each in found], axis=0)
     work = (1 + ATTENTION_BACKWARD) * attention_seconds(request, columns, block, token) / work_of_parts(columns)
     ring = np.maximum(gather - OVERLAP * WORK["ring"] * work * (cp - 1) / cp, 0.0) + (WORK["ring"] - 1) * work
-    is_plain = not any(each.materialises_scores for each in found)
+    is_plain = not any(each.materialises_scores or each.dropout > 0 for each in found)
     seconds: dict[str, Floats] = {
         "gather": gather + (WORK["gather"] - 1) * work,
         "ulysses": np.where(does_divide, by_heads, np.inf),

@@ -9,6 +9,7 @@ from weft.core.sequence_split import padded_length
 from weft.models.build import build_config, build_skeleton
 from weft.models.cp.probe import why_not_divided
 from weft.models.cp.ring_probe import why_not_in_ring
+from weft.plan.cp.rules import RING_DROPOUT, RING_DROPOUT_HINT, drops_attention
 
 _GATHER = "set context_parallel.attention = 'gather'"
 _FEW_TOKENS = 64  # of a model that takes its tokenizer's vocabulary
@@ -17,9 +18,8 @@ _FEW_TOKENS = 64  # of a model that takes its tokenizer's vocabulary
 def check_context(plan: Plan, run: RunSpec, shape: ModelShape | None) -> list[tuple[str, str]]:
     """Reasons against `mesh.cp`, as (sentence, hint)."""
     one = "use mesh.cp = 1"
-    if shape is not None and shape.has_dropout:
-        hint = f"set the model's dropout to 0 in [model.config], or {one}"
-        return [("dropout would draw other masks than other layouts with context parallelism (mesh.cp > 1)", hint)]
+    if plan.context_parallel.attention == "ring" and shape is not None and drops_attention(shape):
+        return [(RING_DROPOUT, RING_DROPOUT_HINT)]
     model = build_skeleton(build_config(run.model, vocab_size=_FEW_TOKENS), attention=run.model.attention)
     if reason := why_not_divided(model):
         return [(f"the sequence of {type(model).__name__} cannot be divided over ranks: {reason}", one)]

@@ -5,17 +5,29 @@ from __future__ import annotations
 
 import numpy as np
 
+from weft.core.model_shape import ModelShape
 from weft.plan.axis import Rule, common, head_counts
 from weft.plan.columns import CP_ATTENTIONS, TP_MODES, Bools, Columns
 from weft.plan.request import Request
+
+RING_DROPOUT = (
+    "context_parallel.attention = 'ring' has no attention dropout: its masks are of whole rows of scores, which a ring"
+    " never has"
+)
+RING_DROPOUT_HINT = "set context_parallel.attention = 'gather', or the model's attention dropout to 0"
 
 
 def _has_other_mixers(request: Request, columns: Columns) -> Bools:
     return (columns.cp > 1) & any(kind.attention is None for kind in request.shape.kinds)
 
 
-def _has_dropout(request: Request, columns: Columns) -> Bools:
-    return (columns.cp > 1) & request.shape.has_dropout
+def _drops_in_a_ring(request: Request, columns: Columns) -> Bools:
+    is_ring = columns.cp_attention == CP_ATTENTIONS.index("ring")
+    return (columns.cp > 1) & is_ring & drops_attention(request.shape)
+
+
+def drops_attention(shape: ModelShape) -> bool:
+    return any(kind.attention is not None and kind.attention.dropout > 0 for kind in shape.kinds)
 
 
 def _is_beside_a_grid(request: Request, columns: Columns) -> Bools:
@@ -42,9 +54,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "context_dropout",
-        "context parallelism has no dropout yet, whose masks would differ from other layouts",
-        _has_dropout,
-        lambda request, columns: "set the model's dropout to 0 in [model.config], or mesh.cp = 1",
+        RING_DROPOUT,
+        _drops_in_a_ring,
+        lambda request, columns: RING_DROPOUT_HINT,
     ),
     Rule(
         "context_grid",
