@@ -27,10 +27,11 @@ ROTARY: Tables = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2,
 }  # fmt: skip
+_GPT2: Tables = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}  # drops 0.1 everywhere
 MODELS: dict[str, Tables] = {
     "llama": {"type": "llama", "config": ROTARY},
     "qwen3-tied": {"type": "qwen3", "config": {**ROTARY, "head_dim": 8, "tie_word_embeddings": True}},
-    "gpt2": {"type": "gpt2", "config": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}},
+    "gpt2": {"type": "gpt2", "config": _GPT2},
     "mixtral": {"type": "mixtral", "config": {**ROTARY, "num_local_experts": 4, "num_experts_per_tok": 2}},
     "gemma2": {"type": "gemma2", "config": {**ROTARY, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8}},
     # wide enough that an 8-bit optimizer quantises its moments
@@ -40,6 +41,16 @@ MODELS: dict[str, Tables] = {
 # beside those that the campaign of healthy runs draws from
 OTHERS: dict[str, Tables] = {
     "phi3": {"type": "phi3", "config": {**ROTARY, "pad_token_id": 0}},
+    "llama-dropped": {"type": "llama", "config": {**ROTARY, "attention_dropout": 0.1}},
+    "gpt2-stream": {"type": "gpt2", "config": {**_GPT2, "attn_pdrop": 0.0}},
+    "gpt2-eager": {"type": "gpt2", "attention": "eager", "config": _GPT2},
+    "opt": {
+        "type": "opt",
+        "config": {
+            "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "attention_dropout": 0.1, "word_embed_proj_dim": 32, "max_position_embeddings": 64,
+        },
+    },
     "llama-odd": {"type": "llama", "config": {**ROTARY, "vocab_size": 259}},  # a vocabulary of unequal slices
     # a bias of the choice, groups of experts, a dense block
     "deepseek_v3": {

@@ -56,10 +56,29 @@ OF_FOUR: dict[str, dict[str, Any]] = {
     },
     "fp16, pp": {"mesh": {"cp": 2, "pp": 2}, "pipeline": {"microbatches": 4}, "precision": {"preset": "fp16"}},
 }  # fmt: skip
+FULL: dict[str, Any] = {"activations": {"policy": "full"}}
+CONTIGUOUS_ULYSSES = {"context_parallel": {"attention": "ulysses", "split": "contiguous"}}
+OF_TP: dict[str, Any] = {"mesh": {"cp": 2, "tp": 2}}
+OF_PP: dict[str, Any] = {"mesh": {"cp": 2, "pp": 2}, "pipeline": {"microbatches": 4}}
+# by name: model, ranks, plan. Rows of 15 tokens do not divide over ranks.
+DROPPED: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "gpt2": ("gpt2", 2, {**CP, "data_parallel": {"zero": 3}}),
+    "gpt2, eager": ("gpt2-eager", 2, {**CP, "data_parallel": {"zero": 3}}),
+    "gpt2, ulysses": ("gpt2", 2, {**CP, **CONTIGUOUS_ULYSSES, **FULL}),
+    "opt, recomputed": ("opt", 2, {**CP, **FULL, "data_parallel": {"zero": 3}}),
+    "llama": ("llama-dropped", 2, CP),
+    "gpt2, ring": ("gpt2-stream", 2, {**CP, **ATTENTIONS["ring"], "data_parallel": {"zero": 3}}),
+    "gpt2, cp 4": ("gpt2", 4, {"mesh": {"cp": 4}, "context_parallel": {"split": "contiguous"}}),
+    "opt, tp": ("opt", 4, OF_TP),
+    "gpt2, tp, ulysses": ("gpt2", 4, {**OF_TP, **ATTENTIONS["ulysses"], **FULL}),
+    "llama, pp": ("llama-dropped", 4, {**OF_PP, "data_parallel": {"zero": 1}}),
+    "gpt2, pp, ulysses": ("gpt2", 4, {**OF_PP, **ATTENTIONS["ulysses"], **FULL}),
+}
 
 
-def require_verified(plan: dict[str, Any], ranks: int, corpus: Path, folder: Path) -> None:
-    (verdict,) = run_ranks(verdicts_in_rank, ranks, small_run(str(corpus)), [plan], str(folder), timeout_s=600)[0]
+def require_verified(plan: dict[str, Any], ranks: int, corpus: Path, folder: Path, **of_run: Any) -> None:
+    run = small_run(str(corpus), **of_run)
+    (verdict,) = run_ranks(verdicts_in_rank, ranks, run, [plan], str(folder), timeout_s=600)[0]
     assert [f"{one['name']}: {one['detail']}" for one in verdict["checks"] if not one["ok"]] == []
 
 
@@ -79,3 +98,10 @@ def test_positions_are_divided_beside_states_in_files(corpus: Path, tmp_path: Pa
 @pytest.mark.parametrize("name", OF_FOUR)
 def test_positions_are_divided_beside_another_axis_too(name: str, corpus: Path, tmp_path: Path) -> None:
     require_verified(OF_FOUR[name], 4, corpus, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DROPPED)
+def test_positions_are_divided_beside_dropout(name: str, corpus: Path, tmp_path: Path) -> None:
+    model, ranks, plan = DROPPED[name]
+    require_verified(plan, ranks, corpus, tmp_path, model=model, data={"sequence_length": 15})
