@@ -311,7 +311,7 @@ def _choices(key: str, values: list[int], freedom: Freedom, *, limit: int) -> li
 
 def _max_context(request: Request) -> int:
     """Largest cp: chunks of a sequence have at least 4,096 tokens."""
-    if request.shape.has_dropout or any(kind.attention is None for kind in request.shape.kinds):
+    if any(kind.attention is None for kind in request.shape.kinds):
         return 1
     return max(1, request.workload.sequence_length // 4096)
 

@@ -42,7 +42,9 @@ def chosen_attentions(request: Request, columns: Columns, fixed: Mapping[str, ob
     heads = largest.num_heads / columns.tp + exchanged_kv_heads(columns, largest)
     by_heads = 2 * (cp - 1) / cp * heads * (largest.head_dim + largest.value_dim) * per_byte
     does_divide = np.all([each.num_heads % (columns.cp * columns.tp) == 0 for each in found], axis=0)
-    work = (1 + ATTENTION_BACKWARD) * attention_seconds(request, columns, block, token) / work_of_parts(columns)
+    work = (
+        (1 + ATTENTION_BACKWARD) * attention_seconds(request, columns, block, token) / work_of_parts(columns, largest)
+    )
     ring = np.maximum(gather - OVERLAP * WORK["ring"] * work * (cp - 1) / cp, 0.0) + (WORK["ring"] - 1) * work
     is_plain = not any(each.materialises_scores or each.dropout > 0 for each in found)
     seconds: dict[str, Floats] = {

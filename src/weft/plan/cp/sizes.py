@@ -58,10 +58,11 @@ def is_ring(columns: Columns) -> Bools:
     return np.asarray((columns.cp > 1) & (columns.cp_attention == CP_ATTENTIONS.index("ring")))
 
 
-def work_of_parts(columns: Columns) -> Floats:
-    """Seconds of attention over those of whole rows."""
+def work_of_parts(columns: Columns, attention: AttentionShape) -> Floats:
+    """Seconds of attention over those of whole rows. With dropout a rank makes the call of all cp ranks."""
     by_name = np.asarray([WORK[name] for name in CP_ATTENTIONS])
-    return np.where(columns.cp > 1, by_name[columns.cp_attention], 1.0)
+    calls = columns.cp if attention.dropout > 0 else 1
+    return np.where(columns.cp > 1, by_name[columns.cp_attention] * calls, 1.0)
 
 
 def most_work(columns: Columns) -> Floats:

@@ -232,7 +232,7 @@ def attention_seconds(request: Request, columns: Columns, block: BlockShape, tok
     name = _rate_name(request)
     rate = device.peak_flops[name] * device.rates[name].best * ATTENTION_SHARE
     flops = tokens * attention_flops_per_token(block, request.workload.sequence_length) / columns.tp
-    flops = flops * most_work(columns) * work_of_parts(columns)
+    flops = flops * most_work(columns) * work_of_parts(columns, block.attention)
     if not request.writes_scores(block.attention):
         return np.asarray(flops / rate, dtype=np.float64)
     # with materialised scores masked keys are computed too, and the scores move through memory several times

@@ -15,6 +15,7 @@ from weft.plan.columns import CP_ATTENTIONS
 from weft.plan.cp.choice import chosen_attentions
 from weft.plan.cp.sizes import attention_buffers
 from weft.plan.request import Request
+from weft.plan.time.compute import attention_seconds
 from weft.plan.time.step_time import estimate_time
 
 LONG = request_of("llama-3-8b", "64xH100-80GB", global_batch=16, sequence_length=131_072)
@@ -25,10 +26,9 @@ def chosen(request: Request, fixed: dict[str, object], **keys: Any) -> str:
     return CP_ATTENTIONS[int(chosen_attentions(request, columns_with(keys), fixed)[0])]
 
 
-def with_scores(shape: ModelShape) -> ModelShape:
+def with_attention(shape: ModelShape, **changes: Any) -> ModelShape:
     kinds = tuple(
-        replace(kind, attention=replace(kind.attention, materialises_scores=True)) if kind.attention else kind
-        for kind in shape.kinds
+        replace(kind, attention=replace(kind.attention, **changes)) if kind.attention else kind for kind in shape.kinds
     )
     return replace(shape, kinds=kinds)
 
@@ -42,14 +42,26 @@ def test_the_default_has_the_cheapest_exchanges(keys: dict[str, Any], attention:
     assert chosen(LONG, {"context_parallel.attention": "gather"}, **keys) == "gather"
 
 
+SLOW = replace(LONG, cluster=replace(LONG.cluster, between=replace(LONG.cluster.between, bytes_per_s=5e9)))
+
+
 def test_a_slow_network_gets_a_ring() -> None:
-    slow = replace(LONG, cluster=replace(LONG.cluster, between=replace(LONG.cluster.between, bytes_per_s=5e9)))
-    assert chosen(slow, {}, **ACROSS) == "ring"
+    assert chosen(SLOW, {}, **ACROSS) == "ring"
 
 
-def test_attention_that_writes_its_scores_gets_no_ring() -> None:
-    capped = replace(LONG, shape=with_scores(LONG.shape))
-    assert chosen(capped, {}, **ACROSS) != "ring"
+@pytest.mark.parametrize("changes", [{"materialises_scores": True}, {"dropout": 0.1}])
+def test_attention_that_writes_its_scores_or_drops_gets_no_ring(changes: dict[str, Any]) -> None:
+    assert chosen(replace(SLOW, shape=with_attention(SLOW.shape, **changes)), {}, **ACROSS) != "ring"
+
+
+@pytest.mark.parametrize("attention", ["gather", "ulysses"])
+def test_dropout_costs_the_attention_of_all_ranks(attention: str) -> None:
+    dropped = replace(LONG, shape=with_attention(LONG.shape, dropout=0.1))
+    block, tokens = LONG.shape.kinds[0], np.ones(1)
+    for degree, times in ((1, 1), (8, 8)):
+        columns = columns_with({"cp": degree, "attention": attention})
+        plain = attention_seconds(LONG, columns, block, tokens)
+        assert one(attention_seconds(dropped, columns, dropped.shape.kinds[0], tokens)) == times * one(plain)
 
 
 def test_a_ring_alone_hides_its_exchanges() -> None:
