@@ -212,3 +212,15 @@ def masks_of_the_first_heads() -> AbstractContextManager[None]:
     return replaced(
         ContextSlices, "in_attention", lambda original: lambda self, shape: original(self, shape)._replace(heads=())
     )
+
+
+def rotary_of_the_rank_s_own_positions() -> AbstractContextManager[None]:
+    """A table that follows the longest position sees only those that the rank has."""
+
+    def make(_original: Any) -> Any:
+        def rotary(_self: CPContext, forward: Any, *args: Any, **kwargs: Any) -> Any:
+            return forward(*args, **kwargs)
+
+        return rotary
+
+    return replaced(CPContext, "rotary", make)
