@@ -128,10 +128,16 @@ def are_equal(found: list[tuple[float, float]], expected: list[tuple[float, floa
     )
 
 
+FAST = ("recompute, ZeRO-3", "ulysses, contiguous, ZeRO-3")
 CASES = by_default(
-    [("gpt2", 2)],
+    [],
     [(family, world) for family in FAMILIES for world in LAYOUTS if family != "mixtral"],
+    extended=[("gpt2", 2), ("opt", 4)],
 )
+
+
+def test_dropout_by_global_position_has_the_curve_of_one_process() -> None:
+    require_same_curves("gpt2", {name: LAYOUTS[2][name] for name in FAST}, 2)
 
 
 @pytest.mark.parametrize(("family", "world"), CASES)
@@ -144,7 +150,7 @@ def test_hidden_states_drop_alike_beside_a_ring() -> None:
     require_same_curves("hidden states alone", OF_RINGS, 2)
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_a_routers_noise_is_that_of_one_process(world: int) -> None:
     plans = {name: plan for name, plan in LAYOUTS[world].items() if "pp" not in plan["mesh"]}
