@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.core.axes import CP, DP_SHARD, EDP, EP, MESH_ORDER, TP
+from weft.core.axes import CP, DP_BETWEEN, DP_INSIDE, DP_SHARD, EDP, EP, MESH_ORDER, TP
 from weft.core.cluster import Cluster
 from weft.core.muon import AXIS
 from weft.plan.columns import Columns, Floats
@@ -80,6 +80,19 @@ def backward_link(cluster: Cluster, columns: Columns) -> AxisLink:
     """The link of the ranks that ZeRO-3's backward gathers weights from: a secondary shard's are adjacent."""
     inner, degree = inner_degree(columns, SHARED[DP_SHARD])
     return _link(cluster, inner, np.where(columns.secondary_shard > 0, columns.secondary_shard, degree))
+
+
+def reducing_link(cluster: Cluster, columns: Columns) -> AxisLink:
+    """The link of the ranks that reduce gradients among them: shards, or replicas without them."""
+    inner, _ = inner_degree(columns, (DP_SHARD, CP))
+    return _link(cluster, inner, columns.reducing.astype(np.float64))
+
+
+def node_links(cluster: Cluster, columns: Columns) -> dict[str, AxisLink]:
+    """The links of a sum by node: among neighbours, and among ranks in the same place of all nodes."""
+    inner, _ = inner_degree(columns, (DP_SHARD, CP))
+    near = np.maximum(columns.reduce_neighbours, 1).astype(np.float64)
+    return {DP_INSIDE: _link(cluster, inner, near), DP_BETWEEN: _link(cluster, inner * near, columns.reducing / near)}
 
 
 def expert_link(cluster: Cluster, columns: Columns) -> AxisLink:
