@@ -32,6 +32,7 @@ NAME = "prediction"
 HELD = (Term.WEIGHTS, Term.OPTIMIZER_STATE, Term.WEIGHT_VERSIONS)
 ROUTED = (axes.EP, "all_to_all")
 OF_GRADIENTS = ("reduce_scatter", "all_reduce")
+OF_REPLICAS = (axes.DP_REPLICATE, axes.DP_INSIDE, axes.DP_BETWEEN)
 SHARE = 0.01  # of traffic: the planner's shape of a rare family may pad a small tensor differently
 SHARE_SLACK = 2 * BLOCK  # bytes of a message: shares of an all-reduce in codes are whole blocks
 TENSORS_PER_PARAMETER = 4  # the weight, two moments, a step counter: each rounded up by the allocator
@@ -96,7 +97,7 @@ def judge(
         if key[:2] == ROUTED and expected and real:
             continue
         may_be_less = num_untrained > 0 and key[1] in OF_GRADIENTS
-        slack = uneven * counts.get(key, 0) if key[0] == axes.DP_REPLICATE else 0
+        slack = uneven * counts.get(key, 0) if key[0] in OF_REPLICAS else 0
         if _gap(real, expected, may_be_less=may_be_less) > SHARE * max(expected, real) + slack:
             return _wrong(" ".join(key), f"{_most(may_be_less)}{expected:,} bytes per step", f"{real:,}")
     slack = ROUNDING_BYTES * TENSORS_PER_PARAMETER * tensors

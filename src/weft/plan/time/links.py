@@ -109,7 +109,9 @@ def expert_shard_link(cluster: Cluster, columns: Columns) -> AxisLink:
 
 
 def link_of(cluster: Cluster, columns: Columns, axis: str) -> AxisLink:
-    """The link of an axis, of experts too."""
+    """The link of an axis, of experts and of sums by node too."""
+    if axis in (DP_INSIDE, DP_BETWEEN):
+        return node_links(cluster, columns)[axis]
     of_experts = {EP: expert_link, EDP: expert_shard_link}.get(axis)
     return of_experts(cluster, columns) if of_experts else axis_link(cluster, columns, SHARED.get(axis, (axis,)))
 
