@@ -78,7 +78,6 @@ def train_case(layout: str, name: str, steps: int, *, gather: str | None, feeds_
     import torch
     import torch.distributed as dist
 
-    from weft.checkpoint.parts import OF_ONE_RANK
     from weft.core.plan import Plan
     from weft.core.run_spec import RunSpec
     from weft.data import open_corpus
@@ -129,23 +128,36 @@ def train_case(layout: str, name: str, steps: int, *, gather: str | None, feeds_
         )
         for axis in ("dp_replicate", "dp_shard", "dp_inside", "dp_between")
     }
-    digest = hashlib.sha256()
-    for name_of, value in sorted(engine.state().items()):
-        if name_of.startswith(OF_ONE_RANK):
-            continue
-        value = getattr(value, "local", value)  # of a tensor-parallel rank
-        full = value.full_tensor() if hasattr(value, "full_tensor") else value
-        digest.update(full.detach().float().numpy().tobytes())
-    digests, tp = [""] * RANKS, engine.topology.tp_degree
-    dist.all_gather_object(digests, digest.hexdigest())
+    held: list[dict[Any, str]] = [{}] * RANKS
+    dist.all_gather_object(held, digests_of(engine))
+    copies: dict[Any, set[str]] = {}
+    for key, digest in (pair for of_rank in held for pair in of_rank.items()):
+        copies.setdefault(key, set()).add(digest)
     evaluation = engine.evaluate([held_out.batch(index * rows) for index in range(8)]).loss
     engine.close()
     return {
         "layout": layout, "reduce": name, "gather": gather, "error_feedback": feeds_back, "steps": steps,
         "loss": statistics.fmean(losses[-20:]), "held_out": evaluation,
         "gradient_bytes": {axis: nbytes for axis, nbytes in sent.items() if nbytes},
-        "equal_on_all_ranks": all(digests[rank] == digests[rank % tp] for rank in range(RANKS)),
+        "equal_on_all_ranks": all(len(of_copies) == 1 for of_copies in copies.values()),
     }  # fmt: skip
+
+
+def digests_of(engine: Any) -> dict[Any, str]:
+    """Of weights and states, by the part of the full tensor that this rank holds."""
+    from weft.checkpoint.parts import OF_ONE_RANK, ShardTensor
+
+    found: dict[Any, str] = {}
+    for name, value in sorted(engine.state().items()):
+        if name.startswith(OF_ONE_RANK):
+            continue
+        if isinstance(value, ShardTensor):
+            parts = {(name, one.offsets, one.sizes): value.local[one.local_index] for one in value.chunks}
+        else:
+            parts = {(name, (), ()): value.full_tensor() if hasattr(value, "full_tensor") else value}
+        for key, part in parts.items():
+            found[key] = hashlib.sha256(part.detach().float().contiguous().numpy().tobytes()).hexdigest()
+    return found
 
 
 def train(steps: int, only: str) -> None:

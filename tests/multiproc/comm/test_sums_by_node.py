@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
+import coded_mutations as bugs
 import torch
 import torch.distributed as dist
 from gloo_ranks import run_ranks
@@ -99,6 +101,34 @@ def fed_back(rank: int, world: int, feeds_back: bool) -> dict[str, float]:
     assert not judged.wrong
     assert 0 < judged.error < judged.bound
     return {"all_reduce": float((arrived - exact).norm()), "reduce_scatter": float((shares - exact).norm())}
+
+
+BUGS: dict[str, Any] = {
+    "": nullcontext,
+    "not rounded": bugs.own_nodes_sums_not_rounded,
+    "not fed back": bugs.errors_of_nodes_forgotten,
+    "scale": bugs.scale_of_another_block,
+}
+
+
+def judged(rank: int, world: int) -> dict[str, int]:
+    group, nodes, found = dist.group.WORLD, nodes_of(rank), {}
+    assert group is not None
+    for name, bug in BUGS.items():
+        sums, errors, watch = CodedSum(group, name="int8", nodes=nodes), torch.zeros(world, COUNT // world), SumWatch()
+        sums.feed_back([COUNT], device=errors.device)
+        with watch.watching(), bug():
+            for step in range(2):
+                sums.sum(drawn(rank + world * step), sizes=SIZES)
+                scatter_sum(drawn(rank + world * step).view(world, -1), group, "int8", errors, place="a", nodes=nodes)
+        found[name] = len(watch.judge(SUMS).wrong)
+    return found
+
+
+def test_the_watch_finds_bugs_of_sums_by_node() -> None:
+    found = run_ranks(judged, RANKS)[0]
+    assert found.pop("") == 0
+    assert all(found.values()), found
 
 
 def test_errors_of_both_roundings_are_fed_back() -> None:

@@ -33,6 +33,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "mesh": {"dp_shard": 2, "tp": 2}, "data_parallel": {"zero": 3}, "pipeline": {"microbatches": 2},
         "tensor_parallel": {"sequence_parallel": False},
     },
+    "DDP by node": {"mesh": {"dp_replicate": 4}, "data_parallel": {"reduce_neighbours": 2}},
+    "ZeRO-3 by node": {
+        "mesh": {"dp_shard": 4}, "data_parallel": {"zero": 3, "reduce_neighbours": 2}, "pipeline": {"microbatches": 2},
+    },
     "ep": {"mesh": {"dp_shard": 4, "ep": 2}, "data_parallel": {"zero": 3}},
 }  # fmt: skip
 
@@ -96,12 +100,20 @@ GROUPS = {
     "tp in ZeRO-3": Group(
         plan={
             **LAYOUTS["tp in ZeRO-3 without sequence parallel"],
-            "precision": {**IN_INT8, "gather": "int8"},
+            "precision": {"preset": "fp32", "reduce": "int8"},  # bfloat16 would hide that masters of a norm differ
         },
         num_ranks=4,
         bugs=(
             Bug(mutate=bugs.blocks_across_parameters, check=(CHECK, "forward weights")),
-            Bug(mutate=bugs.parameters_forgotten, check="forward weights"),
+            Bug(mutate=bugs.parameters_forgotten, check=("forward weights", "replicas")),
+        ),
+    ),
+    "ZeRO-3 by node, fed back": Group(
+        plan=fed_back("ZeRO-3 by node", IN_INT8),
+        num_ranks=4,
+        bugs=(
+            Bug(mutate=bugs.own_nodes_sums_not_rounded, check=CHECK),
+            Bug(mutate=bugs.errors_of_nodes_forgotten, check=CHECK),
         ),
     ),
     "DDP": Group(
