@@ -10,7 +10,6 @@ from unittest.mock import patch
 import torch
 
 import weft.comm.coded_sums
-import weft.comm.codes
 import weft.engine.dp.coded
 from weft.comm.codes import Sizes, decode, encode
 from weft.core.wire_bytes import CODED, SCALE_BYTES, num_blocks
@@ -60,7 +59,14 @@ def both(one: Bug, other: Bug) -> Iterator[None]:
 
 def blocks_across_parameters() -> Bug:
     """A norm beside shards has other scales on every tensor-parallel rank."""
-    return patch.object(weft.comm.codes, "_runs", lambda sizes: (sum(sizes),))
+
+    def encoding(values: torch.Tensor, name: str, sizes: Sizes = ()) -> torch.Tensor:
+        return encode(values, name)
+
+    def decoding(messages: torch.Tensor, sizes: Sizes, name: str) -> torch.Tensor:
+        return decode(messages, (sum(sizes),), name)
+
+    return patch.multiple(weft.comm.coded_sums, encode=encoding, decode=decoding)
 
 
 def parameters_forgotten() -> Bug:
