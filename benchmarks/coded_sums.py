@@ -1,10 +1,11 @@
 """Gradients that travel as codes: wire bytes, loss after 300 steps, equal ranks, and seconds on slow links.
 
-    python benchmarks/coded_sums.py train [--steps 300]      4 Gloo ranks of this machine, text, by format
+    python benchmarks/coded_sums.py train [--steps 300] [--only tp]    4 Gloo ranks of this machine, text, by format
     python benchmarks/coded_sums.py link [--mbit 40]         4 network namespaces with limited links (root, iproute2)
 
-`train`: the same run in every format, under DDP and ZeRO-3; losses are means over the last 20 steps, held-out losses of
-the last weights. Wire bytes are those that the ledger's observer counts in one step, gradients alone.
+`train`: the same run in every format, under DDP, ZeRO-3, by node, with tensor parallelism; losses are means over the
+last 20 steps, held-out losses of the last weights. Wire bytes are those that the ledger's observer counts in one step,
+gradients alone, by axis.
 `link`: seconds of an all-reduce and a reduce-scatter, each format in turn within every repeat, medians.
 """
 
@@ -24,7 +25,24 @@ from typing import Any
 
 RANKS = 4
 FORMATS = ("float32", "bfloat16", "float8_e4m3", "int8")
-LAYOUTS: dict[str, dict[str, Any]] = {"DDP": {"mesh": {"dp_replicate": RANKS}}, "ZeRO-3": {"mesh": {"dp_shard": RANKS}}}
+ZERO3 = {"zero": 3}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "DDP": {"mesh": {"dp_replicate": RANKS}},
+    "ZeRO-3": {"mesh": {"dp_shard": RANKS}, "data_parallel": ZERO3},
+    "DDP, two nodes": {"mesh": {"dp_replicate": RANKS}, "data_parallel": {"reduce_neighbours": 2}},
+    "ZeRO-3, two nodes": {"mesh": {"dp_shard": RANKS}, "data_parallel": {**ZERO3, "reduce_neighbours": 2}},
+    "DDP 2 x tp 2": {"mesh": {"dp_replicate": 2, "tp": 2}},
+    "ZeRO-3 2 x tp 2": {"mesh": {"dp_shard": 2, "tp": 2}, "data_parallel": ZERO3},
+}
+# (layout, precision.reduce, precision.gather, error feedback)
+CASES: list[tuple[str, str, str | None, bool]] = [
+    *(("DDP", name, None, False) for name in FORMATS),
+    *(("ZeRO-3", name, None, False) for name in ("float32", "int8")),
+    *((layout, "int8", None, True) for layout in ("DDP", "ZeRO-3")),
+    *((f"{layout}, two nodes", "int8", None, is_on) for layout in ("DDP", "ZeRO-3") for is_on in (False, True)),
+    *(("DDP 2 x tp 2", name, None, False) for name in ("float32", "int8")),
+    *(("ZeRO-3 2 x tp 2", "int8", gather, is_on) for gather, is_on in ((None, False), ("int8", False), ("int8", True))),
+]
 RUN: dict[str, Any] = {
     "model": {
         "type": "llama",
@@ -38,7 +56,7 @@ RUN: dict[str, Any] = {
 }  # fmt: skip
 
 
-def train_rank(rank: int, store: str, steps: int) -> None:
+def train_rank(rank: int, store: str, steps: int, only: str) -> None:
     import torch
     import torch.distributed as dist
 
@@ -47,20 +65,19 @@ def train_rank(rank: int, store: str, steps: int) -> None:
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS, timeout=timedelta(minutes=20)
     )
-    cases = [("DDP", name, False) for name in FORMATS] + [("ZeRO-3", name, False) for name in ("float32", "int8")]
-    cases += [(layout, "int8", True) for layout in LAYOUTS]
-    for layout, name, feeds_back in cases:
-        row = train_case(layout, name, steps, feeds_back=feeds_back)
+    for layout, name, gather, feeds_back in CASES:
+        if only not in layout:
+            continue
+        row = train_case(layout, name, steps, gather=gather, feeds_back=feeds_back)
         if rank == 0:
             print(json.dumps(row), flush=True)
     dist.destroy_process_group()
 
 
-def train_case(layout: str, name: str, steps: int, *, feeds_back: bool) -> dict[str, Any]:
+def train_case(layout: str, name: str, steps: int, *, gather: str | None, feeds_back: bool) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from weft.checkpoint.parts import OF_ONE_RANK
     from weft.core.plan import Plan
     from weft.core.run_spec import RunSpec
     from weft.data import open_corpus
@@ -82,9 +99,9 @@ def train_case(layout: str, name: str, steps: int, *, feeds_back: bool) -> dict[
         build_skeleton(config),
         Plan.from_tables(
             {
-                **LAYOUTS[layout],
-                "precision": {"reduce": name},
-                "data_parallel": {"zero": 3 if layout == "ZeRO-3" else 0, "error_feedback": feeds_back},
+                "mesh": LAYOUTS[layout]["mesh"],
+                "precision": {"reduce": name, **({"gather": gather} if gather else {})},
+                "data_parallel": {**LAYOUTS[layout].get("data_parallel", {}), "error_feedback": feeds_back},
             }
         ),
         optimizer=OptimizerPolicy.of(run.train),
@@ -93,7 +110,7 @@ def train_case(layout: str, name: str, steps: int, *, feeds_back: bool) -> dict[
         device=torch.device("cpu"),
     )
     shared = {"seed": 0, "global_batch": run.train.global_batch, "layout": RowLayout.of(run.data)}
-    share = {"dp_rank": dist.get_rank(), "dp_degree": RANKS}
+    share = {"dp_rank": engine.topology.dp_rank, "dp_degree": engine.topology.dp_degree}
     loader = Loader(corpus.training, **shared, **share)
     held_out = Loader(corpus.evaluation or corpus.training, **shared, **share, epochs=1, shuffle=False)
     rows, losses = run.train.global_batch, []
@@ -104,30 +121,50 @@ def train_case(layout: str, name: str, steps: int, *, feeds_back: bool) -> dict[
     with meter.measuring():
         meter.next_step()
         engine.step(loader.batch(steps * rows), learning_rate=0.0)
-    is_weights = {"DDP": (), "ZeRO-3": ("all_gather",)}[layout]
-    sent = sum(int(row["bytes"]) for row in meter.traffic if row["collective"] not in is_weights)
-    digest = hashlib.sha256()
-    for name_of, value in sorted(engine.state().items()):
-        if name_of.startswith(OF_ONE_RANK):
-            continue
-        full = value.full_tensor() if hasattr(value, "full_tensor") else value
-        digest.update(full.detach().float().numpy().tobytes())
-    digests = [""] * RANKS
-    dist.all_gather_object(digests, digest.hexdigest())
+    is_weights = ("all_gather",) if "ZeRO-3" in layout else ()
+    sent = {
+        axis: sum(
+            int(row["bytes"]) for row in meter.traffic if row["axis"] == axis and row["collective"] not in is_weights
+        )
+        for axis in ("dp_replicate", "dp_shard", "dp_inside", "dp_between")
+    }
+    held: list[dict[Any, str]] = [{}] * RANKS
+    dist.all_gather_object(held, digests_of(engine))
+    copies: dict[Any, set[str]] = {}
+    for key, digest in (pair for of_rank in held for pair in of_rank.items()):
+        copies.setdefault(key, set()).add(digest)
     evaluation = engine.evaluate([held_out.batch(index * rows) for index in range(8)]).loss
     engine.close()
     return {
-        "layout": layout, "reduce": name, "error_feedback": feeds_back, "steps": steps,
-        "loss": statistics.fmean(losses[-20:]), "held_out": evaluation, "gradient_bytes": sent,
-        "equal_on_all_ranks": len(set(digests)) == 1,
+        "layout": layout, "reduce": name, "gather": gather, "error_feedback": feeds_back, "steps": steps,
+        "loss": statistics.fmean(losses[-20:]), "held_out": evaluation,
+        "gradient_bytes": {axis: nbytes for axis, nbytes in sent.items() if nbytes},
+        "equal_on_all_ranks": all(len(of_copies) == 1 for of_copies in copies.values()),
     }  # fmt: skip
 
 
-def train(steps: int) -> None:
+def digests_of(engine: Any) -> dict[Any, str]:
+    """Of weights and states, by the part of the full tensor that this rank holds."""
+    from weft.checkpoint.parts import OF_ONE_RANK, ShardTensor
+
+    found: dict[Any, str] = {}
+    for name, value in sorted(engine.state().items()):
+        if name.startswith(OF_ONE_RANK):
+            continue
+        if isinstance(value, ShardTensor):
+            parts = {(name, one.offsets, one.sizes): value.local[one.local_index] for one in value.chunks}
+        else:
+            parts = {(name, (), ()): value.full_tensor() if hasattr(value, "full_tensor") else value}
+        for key, part in parts.items():
+            found[key] = hashlib.sha256(part.detach().float().contiguous().numpy().tobytes()).hexdigest()
+    return found
+
+
+def train(steps: int, only: str) -> None:
     import torch.multiprocessing as mp
 
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(train_rank, (str(Path(folder) / "store"), steps), nprocs=RANKS)
+        mp.spawn(train_rank, (str(Path(folder) / "store"), steps, only), nprocs=RANKS)
 
 
 def link_rank(mib: float, repeats: int) -> None:
@@ -181,12 +218,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["train", "link", "link-rank"])
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--only", default="", help="layouts whose name has these words")
     parser.add_argument("--mbit", type=float, default=40.0)
     parser.add_argument("--mib", type=float, default=4.0)
     parser.add_argument("--repeats", type=int, default=5)
     given = parser.parse_args()
     if given.what == "train":
-        train(given.steps)
+        train(given.steps, given.only)
     elif given.what == "link":
         link(given.mbit, given.mib, given.repeats)
     else:

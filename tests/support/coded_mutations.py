@@ -2,78 +2,136 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
 import weft.comm.coded_sums
-from weft.comm.codes import decode, encode
-from weft.core.wire_bytes import BLOCK, CODED, SCALE_BYTES
+import weft.engine.dp.coded
+from weft.comm.codes import Sizes, decode, encode
+from weft.core.wire_bytes import CODED, SCALE_BYTES, num_blocks
 
 Bug = AbstractContextManager[Any]
 
 
 def scale_of_another_block() -> Bug:
-    def wrong(messages: torch.Tensor, count: int, name: str) -> torch.Tensor:
+    def wrong(messages: torch.Tensor, sizes: Sizes, name: str) -> torch.Tensor:
         if name not in CODED:
-            return decode(messages, count, name)
-        size = SCALE_BYTES * -(-count // BLOCK)
+            return decode(messages, sizes, name)
+        size = SCALE_BYTES * num_blocks(sizes)
         scales = messages[:, :size].clone().view(len(messages), -1, SCALE_BYTES).roll(1, dims=1)
-        return decode(torch.cat([scales.flatten(1), messages[:, size:]], dim=1), count, name)
+        return decode(torch.cat([scales.flatten(1), messages[:, size:]], dim=1), sizes, name)
 
     return patch.object(weft.comm.coded_sums, "decode", wrong)
 
 
 def own_share_not_rounded() -> Bug:
-    begin = weft.comm.coded_sums._Scatter.begin
+    begin, newest = weft.comm.coded_sums._Scatter.begin, {}
 
-    def keeping(shares: torch.Tensor, group: Any, name: str) -> Any:
-        one = begin(shares, group, name)
-        own, rank = shares[group.rank()], group.rank()
-        finish = one.finish
+    def noting(values: torch.Tensor, name: str, sizes: Sizes = ()) -> torch.Tensor:
+        newest["given"] = values.clone()
+        return encode(values, name, sizes)
 
-        def without_own() -> torch.Tensor:
-            total: torch.Tensor = finish()
-            return total - decode(one.received[rank : rank + 1].clone(), one.count, one.name)[0] + own
+    def keeping(messages: torch.Tensor, shares: tuple[Sizes, ...], group: Any, name: str, nodes: Any = None) -> Any:
+        one, given = begin(messages, shares, group, name, nodes), newest["given"]
+        rank, finish = group.rank(), one.finish
+
+        def without_own(errors: torch.Tensor | None = None) -> torch.Tensor:
+            total: torch.Tensor = finish(errors)
+            own = decode(one.received[rank : rank + 1], one.shares[0], one.name)[0]
+            return total - own + given.view(-1)[one.spans[0]]
 
         object.__setattr__(one, "finish", without_own)
         return one
 
-    return patch.object(weft.comm.coded_sums._Scatter, "begin", staticmethod(keeping))
+    patched = patch.object(weft.comm.coded_sums._Scatter, "begin", staticmethod(keeping))
+    return both(patched, patch.object(weft.comm.coded_sums, "encode", noting))
+
+
+@contextmanager
+def both(one: Bug, other: Bug) -> Iterator[None]:
+    with one, other:
+        yield
+
+
+def blocks_across_parameters() -> Bug:
+    """A norm beside shards has other scales on every tensor-parallel rank."""
+
+    def encoding(values: torch.Tensor, name: str, sizes: Sizes = ()) -> torch.Tensor:
+        return encode(values, name)
+
+    def decoding(messages: torch.Tensor, sizes: Sizes, name: str) -> torch.Tensor:
+        return decode(messages, (sum(sizes),), name)
+
+    return patch.multiple(weft.comm.coded_sums, encode=encoding, decode=decoding)
+
+
+def parameters_forgotten() -> Bug:
+    """The same where codes are asked for: collectives do not get the sizes."""
+    scatter, gather = weft.engine.dp.coded.scatter_sum, weft.engine.dp.coded.gather_codes
+
+    def scattering(shares: torch.Tensor, *args: Any, sizes: Sizes, **others: Any) -> torch.Tensor:
+        return scatter(shares, *args, **others)
+
+    def gathering(rows: torch.Tensor, own: torch.Tensor, group: Any, name: str, sizes: Sizes) -> None:
+        gather(rows, own, group, name)
+
+    return patch.multiple(weft.engine.dp.coded, scatter_sum=scattering, gather_codes=gathering)
 
 
 def rounded_at_every_hop() -> Bug:
-    def finish(self: Any) -> torch.Tensor:
-        self.work.wait()
-        total = torch.zeros(1, self.count)
-        for message in torch.split(self.received, 1):
-            total = decode(encode(total + decode(message, self.count, self.name), self.name), self.count, self.name)
+    def hops(self: Any, messages: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+        total = torch.zeros(1, sum(sizes))
+        for message in torch.split(messages, 1):
+            one = total + decode(message, sizes, self.name)
+            total = decode(encode(one, self.name, sizes), sizes, self.name)
         return total[0]
 
-    return patch.object(weft.comm.coded_sums._Scatter, "finish", finish)
+    return patch.object(weft.comm.coded_sums._Scatter, "_sum", hops)
 
 
 def summed_in_codes() -> Bug:
     """Every rank's codes with the scales of the first."""
 
-    def finish(self: Any) -> torch.Tensor:
-        self.work.wait()
+    def in_codes(self: Any, messages: torch.Tensor, sizes: Sizes) -> torch.Tensor:
         if self.name not in CODED:
-            return decode(self.received, self.count, self.name).sum(0)
-        size = SCALE_BYTES * -(-self.count // BLOCK)
-        scales = self.received[:1, :size].expand(len(self.received), -1)
-        return decode(torch.cat([scales, self.received[:, size:]], dim=1), self.count, self.name).sum(0)
+            return decode(messages, sizes, self.name).sum(0)
+        size = SCALE_BYTES * num_blocks(sizes)
+        scales = messages[:1, :size].expand(len(messages), -1)
+        return decode(torch.cat([scales, messages[:, size:]], dim=1), sizes, self.name).sum(0)
 
-    return patch.object(weft.comm.coded_sums._Scatter, "finish", finish)
+    return patch.object(weft.comm.coded_sums._Scatter, "_sum", in_codes)
+
+
+def own_nodes_sums_not_rounded() -> Bug:
+    """Other nodes get codes of a node's sums; the node itself keeps them exact."""
+    finish = weft.comm.coded_sums._Scatter.finish
+
+    def exact(self: Any, errors: torch.Tensor | None = None) -> torch.Tensor:
+        total: torch.Tensor = finish(self, errors)
+        if self.nodes is None:
+            return total
+        at = self.nodes.between.rank()
+        own, sizes = self._sum(self.received[:, at], self.shares[at]), self.shares[at]
+        return total - decode(encode(own.unsqueeze(0), self.name, sizes), sizes, self.name)[0] + own
+
+    return patch.object(weft.comm.coded_sums._Scatter, "finish", exact)
+
+
+def errors_of_nodes_forgotten() -> Bug:
+    """The second rounding of a sum by node is not made up for."""
+    again = weft.comm.coded_sums._Scatter._again
+    return patch.object(weft.comm.coded_sums._Scatter, "_again", lambda self, at, errors: again(self, at, None))
 
 
 def errors_forgotten() -> Bug:
-    def forgotten(self: Any, given: torch.Tensor) -> None:
+    def forgotten(given: torch.Tensor, sent: torch.Tensor, sizes: Sizes, name: str) -> None:
         given.zero_()
 
-    return patch.object(weft.comm.coded_sums._Scatter, "keep_errors", forgotten)
+    return patch.object(weft.comm.coded_sums, "keep_errors", forgotten)
 
 
 def errors_of_the_sum_forgotten() -> Bug:
@@ -82,23 +140,12 @@ def errors_of_the_sum_forgotten() -> Bug:
 
     def once(self: Any) -> None:
         one = self._under_way
+        kept = one.errors.clone() if one is not None and one.errors is not None else None
         finish(self)
-        if one is not None and one.errors is not None:
-            one.errors.copy_(one.given_before).sub_(decode_rows(one.scatter))
+        if kept is not None:
+            one.errors.copy_(kept)
 
-    begin = weft.comm.coded_sums.CodedSum.begin
-
-    def beginning(self: Any, values: torch.Tensor, *, place: int = 0) -> Any:
-        done = begin(self, values, place=place)
-        if self._under_way.errors is not None:
-            object.__setattr__(self._under_way, "given_before", self._under_way.errors.clone())
-        return done
-
-    return patch.multiple(weft.comm.coded_sums.CodedSum, begin=beginning, finish=once)
-
-
-def decode_rows(scatter: Any) -> torch.Tensor:
-    return decode(scatter.sent, scatter.count, scatter.name)
+    return patch.object(weft.comm.coded_sums.CodedSum, "finish", once)
 
 
 def sum_not_rounded_for_its_owner() -> Bug:
@@ -109,8 +156,6 @@ def sum_not_rounded_for_its_owner() -> Bug:
         one = self._under_way
         begin(self)
         if one is not None:
-            rank, count = self.group.rank(), one.scatter.count
-            part = one.values.view(-1)[rank * count : (rank + 1) * count]
-            part.copy_(one.scatter.finish()[: part.numel()])
+            one.values.view(-1)[one.record.own] = one.scatter.finish()
 
     return patch.object(weft.comm.coded_sums.CodedSum, "finish", finish)

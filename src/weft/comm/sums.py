@@ -49,15 +49,16 @@ class GroupSum:
         self._per_node = ranks_per_node(group) if uses_nodes else 1  # here: a step has no collectives but those planned
         self._thread: ThreadPoolExecutor | None = None
 
-    def sum(self, values: Tensor, *, place: int = 0) -> None:
-        """Sum a contiguous tensor in place. `place`: which sum of a step it is, for those that keep errors."""
+    def sum(self, values: Tensor, *, place: int = 0, sizes: tuple[int, ...] = ()) -> None:
+        """Sum a contiguous tensor in place. `place`: which sum of a step it is, for those that keep errors; `sizes`: of
+        the parameters in it, for those that encode it."""
         if self.algorithm == BACKEND:
             dist.all_reduce(values, group=self.group)
         elif self.group.size() > 1:
             self._announce(values)
             self._exchange(values)
 
-    def begin(self, values: Tensor, *, place: int = 0) -> torch.futures.Future[Tensor]:
+    def begin(self, values: Tensor, *, place: int = 0, sizes: tuple[int, ...] = ()) -> torch.futures.Future[Tensor]:
         """Begin to sum; the future's value is `values`."""
         if self.algorithm == BACKEND:
             work = dist.all_reduce(values, group=self.group, async_op=True)

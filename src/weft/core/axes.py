@@ -17,6 +17,8 @@ CP: Final = "cp"
 TP: Final = "tp"
 EP: Final = "ep"  # no axis of the mesh
 EDP: Final = "edp"  # the ranks with the same experts; no axis of the mesh
+DP_INSIDE: Final = "dp_inside"  # neighbours of a node in sums by node; no axis of the mesh
+DP_BETWEEN: Final = "dp_between"  # ranks in the same place of all nodes, in the same sums
 
 MESH_ORDER: Final = [PP, DP_REPLICATE, DP_SHARD, CP, TP]
 DATA_AXES: Final = (DP_REPLICATE, DP_SHARD)

@@ -102,29 +102,32 @@ def _not_coded(plan: Plan) -> list[tuple[bool, str]]:
     """Layouts whose gradients do not travel as codes."""
     policy, dp = plan.precision.policy(), plan.data_parallel
     is_on, what = policy.has_coded_sums, f"precision.reduce = {policy.reduce!r}"
+    is_grid = plan.mesh.tp > 1 and plan.tensor_parallel.mode != "1d"
+    grid = f"tensor_parallel.mode = {plan.tensor_parallel.mode!r}"
     return [
         (is_on and _is_threaded(plan), f"{what} with dataparallel, which has no ranks"),
         (is_on and dp.all_reduce != "auto", f"{what} with data_parallel.all_reduce: codes travel as an all-to-all"),
         (is_on and plan.has_delayed_updates, f"{what} with {plan.delayed_by}"),
-        (
-            policy.reduce in CODED and plan.mesh.tp > 1,
-            f"{what} with tensor parallelism (mesh.tp > 1): scales differ between copies of a parameter, which would "
-            "drift apart (bfloat16 has no scales)",
-        ),
+        (policy.reduce in CODED and is_grid, f"{what} with {grid}: scales differ between copies of a parameter"),
         (is_on and dp.find_unused_parameters, f"{what} with data_parallel.find_unused_parameters"),
         (
             is_on and plan.mesh.ep > 1 and dp.zero == 0,
             f"{what} with replicated experts (mesh.ep > 1, data_parallel.zero = 0), whose gradients are summed one by "
             "one",
         ),
+        (
+            dp.reduce_neighbours > 0 and plan.mesh.ep > 1,
+            "data_parallel.reduce_neighbours with expert parallelism (mesh.ep > 1), whose experts other ranks reduce",
+        ),
         *(
             (dp.error_feedback and has, f"data_parallel.error_feedback with {name}")
             for has, name in (
+                (is_grid, grid),
                 (
-                    plan.mesh.tp > 1,
-                    "tensor parallelism (mesh.tp > 1): copies of a parameter would get different errors",
+                    plan.mesh.pp > 1 and dp.zero > 1 and plan.pipeline.is_v_shaped,
+                    f"data_parallel.zero = {dp.zero} and pipeline.schedule = {plan.pipeline.schedule!r}, whose first "
+                    "rank reduces the parts of a unit one by one",
                 ),
-                (plan.mesh.pp > 1, "a pipeline (mesh.pp > 1), whose units are reduced in parts"),
                 (policy.loss_scaling, "a loss scale (precision fp16), which changes from step to step"),
                 (plan.offload.optimizer == "nvme", "states in files (offload.optimizer = 'nvme')"),
             )
@@ -134,11 +137,7 @@ def _not_coded(plan: Plan) -> list[tuple[bool, str]]:
             for has, name in (
                 (plan.offload.parameters != "none", "parameter offload (offload.parameters)"),
                 (plan.has_delayed_updates, plan.delayed_by),
-                (
-                    plan.mesh.tp > 1,
-                    "tensor parallelism (mesh.tp > 1): scales differ between copies of a parameter, which would no "
-                    "longer be equal",
-                ),
+                (is_grid, f"{grid}: scales differ between copies of a parameter, which would no longer be equal"),
             )
         ),
     ]

@@ -24,6 +24,7 @@ from weft.core.sequence_split import SequenceSplit
 from weft.core.wire_bytes import CODED
 
 SPLIT = ("zero_bubble", "zbv", "dualpipev")  # schedules that split the backward
+V_SHAPED = ("zbv", "dualpipev")  # a rank holds one stage per leg of the V: rank 0 holds the first and the last
 BUCKET_BYTES = 25 * 2**20  # DDP's own size
 Degree = Field(default=1, ge=1, description="ranks of the axis, at least 1")
 
@@ -82,6 +83,12 @@ class DataParallel(Section):
         ge=0,
         description="zero = 3: adjacent ranks (of a node) that keep the weights of a forward sharded among them; the "
         "backward gathers there (hpZ). 0: over all shards",
+    )
+    reduce_neighbours: int = Field(
+        default=0,
+        ge=0,
+        description="with precision.reduce in a lower format: adjacent ranks (of a node) that sum gradients first, and "
+        "send codes of their sums to other nodes (qgZ). 0: codes of all ranks go to all",
     )
     elastic: bool = Field(
         default=False,
@@ -195,6 +202,11 @@ class Pipeline(Section):
     def never_drains(self) -> bool:
         """Whether updates are made while later micro-batches are in flight: other mathematics, on purpose."""
         return self.schedule in ("pipedream", "pipedream_2bw")
+
+    @property
+    def is_v_shaped(self) -> bool:
+        """Whether the first rank has the first and the last stage."""
+        return self.schedule in V_SHAPED
 
     @property
     def splits_backwards(self) -> bool:
@@ -329,6 +341,12 @@ class Plan(Document):
     @property
     def num_ranks(self) -> int:
         return self.mesh.num_ranks
+
+    @property
+    def num_reducing(self) -> int:
+        """Ranks among which gradients are reduced: shards, or replicas without them."""
+        mesh = self.mesh
+        return mesh.cp * (mesh.dp_shard if self.data_parallel.zero > 0 else mesh.dp_replicate)
 
     @property
     def never_flushes(self) -> bool:

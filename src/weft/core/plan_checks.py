@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from weft.core.errors import PlanError
 from weft.core.float8_section import GATHERED, Float8
 from weft.core.precision import impossible
-from weft.core.secondary import check_secondary
+from weft.core.secondary import check_neighbours, check_secondary
 
 if TYPE_CHECKING:
     from weft.core.plan import Plan
@@ -59,6 +59,8 @@ def check_consistent(plan: Plan) -> list[tuple[str, str]]:
             )
         )
     reasons += check_secondary(dp.secondary_shard, zero=dp.zero, shards=mesh.dp_shard * mesh.cp)
+    is_coded = plan.precision.policy().has_coded_sums
+    reasons += check_neighbours(dp.reduce_neighbours, is_coded=is_coded, ranks=plan.num_reducing)
     reasons += _check_blocks(plan)
     pool = math.prod(getattr(mesh, axis) for axis in plan.expert_parallel.axis_names)
     if pool % mesh.ep:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from weft.comm.sums import GroupSum
-from weft.engine.dp.ddp import FIRST_BUCKET_BYTES, errors_of_buckets
+from weft.engine.dp.coded import errors_of_buckets
+from weft.engine.dp.ddp import FIRST_BUCKET_BYTES
 from weft.engine.dp.strategy import Strategy
 from weft.engine.precision import gradient_dtype
 
@@ -68,7 +70,9 @@ class FakeReplicated(Strategy):
             self._filled[index] += 1
             if self._filled[index] == len(places):
                 wide = bucket.float()
-                self._sums.sum(wide, place=index)
+                offsets = [*places.values(), wide.numel()]
+                sizes = tuple(end - begin for begin, end in pairwise(offsets))
+                self._sums.sum(wide, place=index, sizes=sizes)
                 if wide is not bucket:
                     bucket.copy_(wide)
 

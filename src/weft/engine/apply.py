@@ -38,6 +38,7 @@ from weft.engine.buffers.batch_norms import BatchNorms, apply_batch_norms
 from weft.engine.buffers.changes import BufferChanges
 from weft.engine.cp.apply import apply_context_parallel
 from weft.engine.dp.choose import choose_strategy
+from weft.engine.dp.coded import require_equal_copies
 from weft.engine.dp.reduce_scatter_copy import patch_reduce_scatter_copy
 from weft.engine.dp.sharded import shard_units
 from weft.engine.dp.strategy import Strategy
@@ -119,6 +120,8 @@ def apply_plan(
         ep = ep.of_stages(own) if ep is not None else None
     sharding = Axes(context for context in (tp, ep, cp) if context is not None)
     store_base(model, own, torch_dtype(precision.weights), shards=sharding.shards)
+    if plan.coded_gather:
+        require_equal_copies(sharding.shards, plan.coded_gather)
     if dp.zero > 0:
         require_blocks(own)
         patch_reduce_scatter_copy(plan.kernels.gradient_copy)
@@ -146,7 +149,7 @@ def apply_plan(
     pp: PipelineRuntime | None = None
     if split_plan is not None:
         strategy.prefetch_within_stages([split_plan.split.stages[stage] for stage in split_plan.own])
-        pp = build_pipeline(model, layout, own, split_plan, topology, device=device, gather=plan.coded_gather)
+        pp = build_pipeline(model, layout, own, split_plan, topology, device=device)
     axes = Axes((*sharding, *((pp,) if pp is not None else ()), *topology.replicated_axes()))
     routers.count_on(axes)
     return Applied(

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 # "For debugging", and no public form: see `Topology.close`. tests/multiproc/engine/test_close.py fails when it moves.
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from weft.comm.coded_sums import Nodes
 from weft.comm.groups import OwnedGroups
 from weft.comm.sums import Ways
 from weft.core import axes
@@ -138,6 +139,16 @@ class Topology:
         group = self.groups.new_partition(lists, title="secondary shard")
         self.more_axes[str(group.group_name)] = axes.DP_SHARD
         return group
+
+    def new_nodes(self, size: int, axis_names: Sequence[str]) -> Nodes:
+        """The groups of sums by node among the ranks of some axes, `size` adjacent ones on each. Collective."""
+        lists = rank_lists(self.mesh, axis_names)
+        near = [ranks[at : at + size] for ranks in lists for at in range(0, len(ranks), size)]
+        far = [ranks[at::size] for ranks in lists for at in range(size)]
+        inside = self.groups.new_partition(near, title="sums inside nodes")
+        between = self.groups.new_partition(far, title="sums between nodes")
+        self.more_axes.update({str(inside.group_name): axes.DP_INSIDE, str(between.group_name): axes.DP_BETWEEN})
+        return Nodes(inside, between)
 
     def new_ways(self, axis_names: Sequence[str]) -> Ways:
         """Groups for messages among the ranks of some axes. Collective."""

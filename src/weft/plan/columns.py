@@ -20,6 +20,7 @@ from weft.core.float8_section import RECIPES, Float8Choice
 from weft.core.memory_sections import Offload
 from weft.core.offload_sizes import CHUNK_ELEMENTS
 from weft.core.plan import (
+    V_SHAPED,
     ContextParallel,
     DataParallel,
     ExpertParallel,
@@ -48,7 +49,6 @@ UPDATES: tuple[str, ...] = get_args(Offload.model_fields["update"].annotation)
 MIXED = RECOMPUTE.index("budget")
 NVME = HOMES.index("nvme")
 LOOPED = ("interleaved_1f1b", "looped_bfs")  # a rank holds every pp-th stage
-V_SHAPED = ("zbv", "dualpipev")  # a rank holds one stage per leg of the V: rank 0 holds the first and the last
 
 
 class PipelineKey(NamedTuple):
@@ -110,6 +110,7 @@ class Columns:
     bucket_bytes: Ints
     all_reduce: Ints  # index of ALL_REDUCES
     secondary_shard: Ints  # ranks; 0: none
+    reduce_neighbours: Ints  # ranks; 0: none
     partition: Ints  # index into `partitions`
     partitions: tuple[tuple[int, ...], ...] = ((),)  # blocks per stage, given by the user; (): by cost
     registered: Mapping[str, Ints] = field(default_factory=dict)  # degrees of registered axes; absent: 1
@@ -135,6 +136,11 @@ class Columns:
     def shards(self) -> Ints:
         """Ranks that share one copy of the states, including context-parallel ranks, which have the same weights."""
         return np.where(self.zero > 0, self.dp_shard * self.cp, 1)
+
+    @property
+    def reducing(self) -> Ints:
+        """Ranks among which gradients are reduced: shards, or replicas without them."""
+        return np.where(self.zero > 0, self.dp_shard, self.dp_replicate) * self.cp
 
     @property
     def backward_shards(self) -> Ints:
@@ -300,6 +306,7 @@ def columns_of(plans: Sequence[Plan]) -> Columns:
         bucket_bytes=column(plan.data_parallel.bucket_bytes for plan in plans),
         all_reduce=column(ALL_REDUCES.index(plan.data_parallel.all_reduce) for plan in plans),
         secondary_shard=column(plan.data_parallel.secondary_shard for plan in plans),
+        reduce_neighbours=column(plan.data_parallel.reduce_neighbours for plan in plans),
         partition=column(partitions.index(plan.pipeline.blocks or ()) for plan in plans),
         partitions=partitions,
         registered={axis: column(plan.mesh.sizes()[axis] for plan in plans) for axis in axes.REGISTERED},
@@ -323,6 +330,7 @@ def plan_at(columns: Columns, row: int, *, precision: dict[str, Any]) -> Plan:
             "bucket_bytes": at("bucket_bytes"),
             "all_reduce": ALL_REDUCES[at("all_reduce")],
             "secondary_shard": at("secondary_shard"),
+            "reduce_neighbours": at("reduce_neighbours"),
             "find_unused_parameters": bool(at("find_unused")),
             "error_feedback": bool(at("error_feedback")),
         },

@@ -15,7 +15,7 @@ from typing import Any
 from weft.core.errors import MeshError, WeftError
 from weft.core.plan import Mesh, Plan
 from weft.core.run_spec import RunSpec
-from weft.core.secondary import check_secondary
+from weft.core.secondary import check_neighbours, check_secondary
 from weft.plan.legality import broken_rules, is_legal
 
 
@@ -57,15 +57,18 @@ def _candidates(plan: Plan, run: RunSpec, dp_degree: int) -> Iterator[Plan]:
     for ep in dict.fromkeys((plan.mesh.ep, math.gcd(plan.mesh.ep, pool))):
         if pool % ep == 0:
             changed = plan.model_copy(update={"mesh": _changed(mesh, ep=ep), "pipeline": pipeline})
-            yield _without_illegal_secondary(changed)
+            yield _without_illegal_groups(changed)
 
 
-def _without_illegal_secondary(plan: Plan) -> Plan:
-    """A secondary shard that these ranks do not divide into is dropped: it changes no bit of a step."""
-    dp = plan.data_parallel
-    if not any(check_secondary(dp.secondary_shard, zero=dp.zero, shards=plan.mesh.dp_shard * plan.mesh.cp)):
-        return plan
-    return plan.model_copy(update={"data_parallel": dp.model_copy(update={"secondary_shard": 0})})
+def _without_illegal_groups(plan: Plan) -> Plan:
+    """Groups of neighbours that these ranks do not divide into are dropped. A secondary shard changes no bit of a step,
+    sums by node their roundings."""
+    dp, changed = plan.data_parallel, dict[str, int]()
+    if any(check_secondary(dp.secondary_shard, zero=dp.zero, shards=plan.mesh.dp_shard * plan.mesh.cp)):
+        changed["secondary_shard"] = 0
+    if any(check_neighbours(dp.reduce_neighbours, is_coded=True, ranks=plan.num_reducing)):
+        changed["reduce_neighbours"] = 0
+    return plan.model_copy(update={"data_parallel": dp.model_copy(update=changed)}) if changed else plan
 
 
 def _shard_degree(plan: Plan, dp_degree: int) -> int:

@@ -10,7 +10,7 @@ from weft.core.model_shape import AttentionShape, ModelShape
 from weft.core.muon import Precision
 from weft.core.optimizers import OPTIMIZERS, OptimizerKind
 from weft.core.precision import PrecisionPolicy
-from weft.core.wire_bytes import CODED, wire_bytes
+from weft.core.wire_bytes import CODED, number_bytes, scale_bytes
 
 OptimizerKernel = Literal["auto", "fused", "foreach"]
 # sdpa: torch's kernels if they support the family's attention, else materialised scores, as in training; eager: always
@@ -85,6 +85,18 @@ def rate_format(request: Request) -> str:
     return "tf32" if policy.products == "tf32" else policy.weights
 
 
+@dataclass(frozen=True)
+class WireSize:
+    """Bytes of a number on its way, and of a block of them besides: the scale of codes."""
+
+    number: int
+    block: int
+
+    @staticmethod
+    def of(name: str) -> WireSize:
+        return WireSize(number_bytes(name), scale_bytes(name))
+
+
 @dataclass(frozen=True, kw_only=True)
 class ByteSizes:
     """Bytes per element of each kind, by the precision policy."""
@@ -93,8 +105,8 @@ class ByteSizes:
     master: int  # weights at rest
     gradient: int  # gradients as the optimizer sees them
     communication: int  # gradients in the buffers of collectives
-    wire: float  # gradients on their way, scales of codes included
-    gather: float | None  # weights that travel as codes, on their way
+    wire: WireSize  # gradients on their way
+    gather: WireSize | None  # weights that travel as codes, on their way
     coding: int  # codes of gradients on their way out and in, and temporaries of encoding them
     activation: int
     residual: int  # the stream between blocks
@@ -115,8 +127,8 @@ def byte_sizes(request: Request) -> ByteSizes:
         master=of[policy.master_weights],
         gradient=of[policy.gradients],
         communication=of["float32"],
-        wire=wire_bytes(policy.reduce),
-        gather=wire_bytes(policy.gather) if policy.gather in CODED else None,
+        wire=WireSize.of(policy.reduce),
+        gather=WireSize.of(policy.gather) if policy.gather in CODED else None,
         coding=_CODING.get(policy.reduce, 0),
         activation=of[policy.activations],
         residual=of[policy.residual],

@@ -17,7 +17,7 @@ from weft.core import axes
 from weft.core.experts import WIRE_FORMATS, WireFormat
 from weft.core.float8_section import GATHERED, RECIPES, Float8Choice, Float8Recipe
 from weft.core.offload_sizes import CHUNK_ELEMENTS
-from weft.core.plan import BUCKET_BYTES, SPLIT, ExpertParallel, ExpertTensor
+from weft.core.plan import BUCKET_BYTES, SPLIT, V_SHAPED, ExpertParallel, ExpertTensor
 from weft.core.precision import E4M3, LOW_PRODUCTS
 from weft.plan.columns import (
     CP_SPLITS,
@@ -30,11 +30,11 @@ from weft.plan.columns import (
     SCHEDULES,
     TP_MODES,
     UPDATES,
-    V_SHAPED,
     Columns,
     Ints,
 )
 from weft.plan.cp.choice import chosen_attentions
+from weft.plan.dp.neighbours import chosen_neighbours
 from weft.plan.ep.choice import chosen_dispatchers
 from weft.plan.request import Request
 
@@ -60,6 +60,7 @@ SEARCHED = frozenset(
         *(
             "data_parallel.zero",
             "data_parallel.secondary_shard",
+            "data_parallel.reduce_neighbours",
             "data_parallel.error_feedback",
             "tensor_parallel.mode",
             "tensor_parallel.sequence_parallel",
@@ -268,10 +269,13 @@ def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
         vertical_sync=np.zeros(size, dtype=np.int64), find_unused=np.zeros(size, dtype=np.int64),
         bucket_bytes=np.full(size, BUCKET_BYTES, dtype=np.int64), all_reduce=np.zeros(size, dtype=np.int64),
         secondary_shard=number("data_parallel.secondary_shard", 0),
+        reduce_neighbours=number("data_parallel.reduce_neighbours", 0),
         error_feedback=switch("data_parallel.error_feedback", np.zeros(size, dtype=np.int64)),
         full_blocks=np.zeros(size, dtype=np.int64), selective_blocks=np.zeros(size, dtype=np.int64),
         partition=np.zeros(size, dtype=np.int64),
     )  # fmt: skip
+    if "data_parallel.reduce_neighbours" not in freedom.fixed:
+        columns = replace(columns, reduce_neighbours=chosen_neighbours(request, columns))
     return replace(columns, cp_attention=chosen_attentions(request, columns, freedom.fixed))
 
 

@@ -74,9 +74,10 @@ class View:
         is_plain = self.columns.float8 == FLOAT8.index("none")
         return np.asarray(is_plain & (self.columns.zero > 0) & (self.sizes.gather is not None))
 
-    def coded_bytes(self, elements: Floats, plain: Floats) -> Floats:
-        """Bytes of gathered elements on their way; `plain` where they do not travel as codes."""
-        return np.where(self.has_codes, elements * (self.sizes.gather or 0.0), plain)
+    def coded_bytes(self, elements: Floats, blocks: Floats, plain: Floats) -> Floats:
+        """Bytes of gathered elements in these blocks on their way; `plain` where they do not travel as codes."""
+        size = self.sizes.gather
+        return plain if size is None else np.where(self.has_codes, elements * size.number + blocks * size.block, plain)
 
     def gathered_bytes(self, *, root: Floats, blocks: Floats) -> Floats:
         """Bytes of `root` and `blocks` gathered elements."""

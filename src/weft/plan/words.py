@@ -55,11 +55,13 @@ def _schedule(plan: Plan) -> str:
 
 
 def _data_parallel(plan: Plan) -> list[str]:
-    mesh, zero = plan.mesh, plan.data_parallel.zero
+    mesh, zero, near = plan.mesh, plan.data_parallel.zero, plan.data_parallel.reduce_neighbours
     if zero == 0:
-        return [f"DDP {mesh.dp_replicate}"] if mesh.dp_replicate > 1 else []
+        first = f", gradients summed among {near} first" if near else ""
+        return [f"DDP {mesh.dp_replicate}{first}"] if mesh.dp_replicate > 1 else []
     name = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3 (FSDP)"}[zero]
     shards = f"{name} {mesh.dp_shard}" if mesh.dp_shard > 1 else f"{name} over CP"
     size = plan.data_parallel.secondary_shard
     again = [f"backward gathers among {size}"] if size else []
+    again += [f"gradients summed among {near} first"] if near else []
     return [shards, *again, *([f"{mesh.dp_replicate} replicas"] if mesh.dp_replicate > 1 else [])]

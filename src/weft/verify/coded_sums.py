@@ -93,12 +93,16 @@ class _FedBack:
             return ""
         place = (record.kind, record.place)
         before = self._errors.get(place, torch.zeros_like(record.given))
-        self._errors[place] = errors = torch.stack([row - rounded(row, record.format).values for row in record.given])
-        if record.kind == "all_reduce":  # its owner rounds the sum of a share once more
-            own = record.group.rank()
-            once = torch.stack([rounded(of_rank[own], record.format).values.double() for of_rank in given])
-            summed = once.sum(0).float()
-            errors[own] += summed - rounded(summed, record.format).values
+        self._errors[place] = errors = record.given - _rounded(record.given, record).view_as(record.given)
+        lost = errors.view(-1)
+        if record.partial:  # a place on every node rounds the sums of its node
+            own = record.group.rank() // record.near
+            summed = _summed([_rounded(one, record) for one in given][own * record.near : (own + 1) * record.near])
+            for span in record.partial:
+                lost[span] += (summed - _rounded(summed, record))[span]
+        if record.own is not None:  # the owner of a share rounds its sum once more
+            summed = _summed(_sums_of_nodes(given, record))
+            lost[record.own] += (summed - _rounded(summed, record))[record.own]
         expected = before + record.without_errors
         if torch.equal(expected, record.given):
             return ""
@@ -112,7 +116,6 @@ def _compare(record: CodedRecord, given: Sequence[torch.Tensor]) -> tuple[str, t
     """(what differs, or "", squares of errors, bounds and sums)."""
     expected, bound, exact = (torch.cat(parts) for parts in zip(*_parts_of(record, given), strict=True))
     received = record.received.reshape(-1).float()
-    expected, bound, exact = (one[: received.numel()] for one in (expected, bound, exact))
     error = received.double() - exact
     squares = torch.stack([error.square().sum(), bound.double().square().sum(), exact.square().sum()])
     if not torch.equal(received, expected):
@@ -125,33 +128,62 @@ def _compare(record: CodedRecord, given: Sequence[torch.Tensor]) -> tuple[str, t
 
 
 def _parts_of(record: CodedRecord, given: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
-    """(as it must arrive, bound of its error, exact) of each rank's part of what this rank got."""
+    """(as it must arrive, bound of its error, exact) of the parts of what this rank got."""
     if record.kind == "all_gather":
         return [_arrived(own, record) for own in given]
-    if record.kind == "reduce_scatter":
-        return [_sum_of(given, record.group.rank(), record.format, is_last=True)]
-    return [_sum_of(given, owner, record.format, is_last=False) for owner in range(len(given))]
+    summed, bound = _summed(_sums_of_nodes(given, record)), _bound(given, record)
+    exact = torch.stack([one.double().view(-1) for one in given]).sum(0)
+    if record.kind == "all_reduce":
+        again = _rounding(summed, record)
+        return [(again.values, bound + again.bound, exact)]
+    own = [one.view(len(given), -1)[record.group.rank()] for one in (summed, bound, exact)]
+    return [tuple(own)]
+
+
+def _rounding(values: torch.Tensor, record: CodedRecord) -> Rounding:
+    """Flat, with the blocks of every row."""
+    flat = values.reshape(-1).float()
+    return rounded(flat, record.format, record.sizes * (flat.numel() // max(1, sum(record.sizes))))
+
+
+def _rounded(values: torch.Tensor, record: CodedRecord) -> torch.Tensor:
+    return _rounding(values, record).values
+
+
+def _summed(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of rounded numbers, before it is rounded itself."""
+    return torch.stack([one.double() for one in values]).sum(0).float()
+
+
+def _sums_of_nodes(given: Sequence[torch.Tensor], record: CodedRecord) -> list[torch.Tensor]:
+    """What the ranks send, or by node the rounded sums of each node."""
+    once = [_rounded(one, record) for one in given]
+    if record.near == 1:
+        return once
+    nodes = [once[at : at + record.near] for at in range(0, len(once), record.near)]
+    return [_rounded(_summed(node), record) for node in nodes]
+
+
+def _bound(given: Sequence[torch.Tensor], record: CodedRecord) -> torch.Tensor:
+    """Of the error of every sum, before it is rounded itself."""
+    first = [_rounding(one, record) for one in given]
+    bound = torch.stack([one.bound for one in first]).sum(0)
+    sums = [_summed([one.values for one in first])]
+    if record.near > 1:
+        nodes = [
+            _summed([one.values for one in first[at : at + record.near]]) for at in range(0, len(first), record.near)
+        ]
+        again = [_rounding(one, record) for one in nodes]
+        bound += torch.stack([one.bound for one in again]).sum(0)
+        sums += [*nodes, _summed([one.values for one in again])]
+    return bound + sum(one.abs() for one in sums) * 2.0**-23
 
 
 def _arrived(own: torch.Tensor, record: CodedRecord) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Numbers of one rank, which arrive in their own dtype."""
-    found, dtype = rounded(own.float(), record.format), record.received.dtype
+    found, dtype = rounded(own.float(), record.format, record.sizes), record.received.dtype
     arrived = found.values.to(dtype).float()
     return arrived, found.bound + (arrived - found.values).abs(), own.double()
-
-
-def _sum_of(
-    given: Sequence[torch.Tensor], owner: int, name: str, *, is_last: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(as it must arrive, bound of its error, exact) of the share of one rank."""
-    shares = [rounded(of_rank[owner], name) for of_rank in given]
-    exact = torch.stack([of_rank[owner].double() for of_rank in given]).sum(0)
-    summed = torch.stack([share.values.double() for share in shares]).sum(0).float()
-    bound = torch.stack([share.bound for share in shares]).sum(0) + summed.abs() * 2.0**-23
-    if is_last:
-        return summed, bound, exact
-    again: Rounding = rounded(summed, name)
-    return again.values, bound + again.bound, exact
 
 
 def _over_ranks(found: SumEvidence, squares: torch.Tensor) -> SumEvidence:

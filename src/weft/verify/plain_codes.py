@@ -5,6 +5,7 @@ A `Rounding` has the rounded numbers and, for each, the largest error that its f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,11 +23,12 @@ class Rounding(NamedTuple):
     bound: torch.Tensor
 
 
-def rounded(values: torch.Tensor, name: str) -> Rounding:
-    """A flat float32 tensor as it arrives: one message."""
+def rounded(values: torch.Tensor, name: str, sizes: Sequence[int] = ()) -> Rounding:
+    """A flat float32 tensor as it arrives: one message. Each of its parameters, of these sizes, begins a block."""
     if name == "bfloat16":
         return Rounding(values.bfloat16().float(), values.abs() * _BFLOAT16)
-    blocks = [_rounded_block(block, name) for block in values.split(BLOCK)]  # type: ignore[no-untyped-call]
+    parameters = torch.split(values, list(sizes) or [values.numel()])
+    blocks = [_rounded_block(one, name) for own in parameters for one in torch.split(own, BLOCK) if one.numel()]
     return Rounding(torch.cat([one.values for one in blocks]), torch.cat([one.bound for one in blocks]))
 
 

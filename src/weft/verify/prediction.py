@@ -18,6 +18,7 @@ from weft.core.plan import Plan
 from weft.core.records import ParameterRecord
 from weft.core.run_spec import RunSpec
 from weft.core.terms import MemoryTerm as Term
+from weft.core.wire_bytes import BLOCK
 from weft.engine.engine import Engine
 from weft.engine.measure.meter import StepMeter
 from weft.engine.measure.tracker import ROUNDING_BYTES
@@ -31,7 +32,9 @@ NAME = "prediction"
 HELD = (Term.WEIGHTS, Term.OPTIMIZER_STATE, Term.WEIGHT_VERSIONS)
 ROUTED = (axes.EP, "all_to_all")
 OF_GRADIENTS = ("reduce_scatter", "all_reduce")
+OF_REPLICAS = (axes.DP_REPLICATE, axes.DP_INSIDE, axes.DP_BETWEEN)
 SHARE = 0.01  # of traffic: the planner's shape of a rare family may pad a small tensor differently
+SHARE_SLACK = 2 * BLOCK  # bytes of a message: shares of an all-reduce in codes are whole blocks
 TENSORS_PER_PARAMETER = 4  # the weight, two moments, a step counter: each rounded up by the allocator
 
 
@@ -68,7 +71,11 @@ def check_prediction(
         terms = ()  # the steps differed too much to measure at the peak; traffic can still be checked
     memory = {str(term): predicted.memory_terms.get(term, 0) for term in terms}
     held = meter.peak.terms
-    return judge(predicted.traffic, meter.traffic, memory, held, tensors=tensors, num_untrained=num_untrained)
+    replicas = plan.mesh.dp_replicate if plan.data_parallel.zero else plan.mesh.dp_degree * plan.mesh.cp
+    uneven = SHARE_SLACK * (replicas - 1) if plan.precision.policy().has_coded_sums else 0
+    return judge(
+        predicted.traffic, meter.traffic, memory, held, tensors=tensors, num_untrained=num_untrained, uneven=uneven
+    )
 
 
 def judge(
@@ -79,15 +86,19 @@ def judge(
     *,
     tensors: int,
     num_untrained: int = 0,
+    uneven: int = 0,
 ) -> Check:
-    """Check one rank's traffic rows and the memory terms that are predicted in `terms`."""
+    """Check one rank's traffic rows and the memory terms that are predicted in `terms`. `uneven`: bytes by which a sum
+    over replicas may differ."""
+    counts = {key: row.get("count", 0) for key, row in rows_by_kind(sent).items()}
     predicted, found = ({key: int(row["bytes"]) for key, row in rows_by_kind(rows).items()} for rows in (planned, sent))
     for key in sorted(set(predicted) | set(found)):
         expected, real = predicted.get(key, 0), found.get(key, 0)
         if key[:2] == ROUTED and expected and real:
             continue
         may_be_less = num_untrained > 0 and key[1] in OF_GRADIENTS
-        if _gap(real, expected, may_be_less=may_be_less) > SHARE * max(expected, real):
+        slack = uneven * counts.get(key, 0) if key[0] in OF_REPLICAS else 0
+        if _gap(real, expected, may_be_less=may_be_less) > SHARE * max(expected, real) + slack:
             return _wrong(" ".join(key), f"{_most(may_be_less)}{expected:,} bytes per step", f"{real:,}")
     slack = ROUNDING_BYTES * TENSORS_PER_PARAMETER * tensors
     for term, expected in terms.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from gloo_ranks import run_ranks
@@ -15,6 +14,7 @@ from weft.comm.watch import OperatorWatch
 from weft.verify.plain_codes import rounded
 
 RANKS, COUNT = 4, 5000  # 1250 elements per share: the last block of each is short
+SIZES = (1000, 512, 30, 3458)  # of the parameters of an all-reduce
 
 
 def drawn(index: int) -> torch.Tensor:
@@ -31,12 +31,12 @@ def summed(rank: int, world: int, names: list[str]) -> dict[str, Any]:
         sums, values = CodedSum(group, name=name), drawn(rank)
         turned = drawn((rank + 1) % world)  # the same numbers on other ranks
         with OperatorWatch(ledger):
-            sums.sum(values)
+            sums.sum(values, sizes=SIZES)
         first, second = drawn(rank), drawn(rank + world)
-        futures = [sums.begin(first), sums.begin(second)]  # as the buckets of a backward
+        futures = [sums.begin(first, sizes=SIZES), sums.begin(second)]  # as the buckets of a backward
         sums.finish()
         assert all(future.done() for future in futures)
-        sums.sum(turned)
+        sums.sum(turned, sizes=SIZES)
         share = scatter_sum(drawn(rank).view(world, -1), group, name)
         found[name] = {
             "sum": values, "again": first, "other": second, "turned": turned, "share": share,
@@ -51,14 +51,11 @@ def test_a_sum_in_codes() -> None:
     exact = torch.stack([drawn(rank).double() for rank in range(RANKS)]).sum(0)
     for name in names:
         of_ranks = [one[name] for one in found]
-        once = torch.stack(
-            [
-                torch.cat([rounded(part, name).values for part in torch.split(drawn(r), COUNT // RANKS)])
-                for r in range(RANKS)
-            ]
-        )
-        scattered = once.double().sum(0).float()
-        expected = torch.cat([rounded(part, name).values for part in torch.split(scattered, COUNT // RANKS)])
+        once = torch.stack([rounded(drawn(rank), name, SIZES).values for rank in range(RANKS)])
+        expected = rounded(once.double().sum(0).float(), name, SIZES).values
+        shares = [COUNT // RANKS] * RANKS
+        of_shares = torch.stack([rounded(drawn(rank), name, shares).values for rank in range(RANKS)])
+        scattered = of_shares.double().sum(0).float()
         for rank, one in enumerate(of_ranks):
             assert torch.equal(one["sum"], expected), f"{name}: rounded twice, each rank's own share too"
             assert torch.equal(one["again"], expected), "a sum that overlapped another"
@@ -68,4 +65,4 @@ def test_a_sum_in_codes() -> None:
         error = float((expected.double() - exact).norm() / exact.norm())
         assert error < {"bfloat16": 4e-3, "int8": 1.5e-2, "float8_e4m3": 5e-2}[name]
     ratio = found[0]["int8"]["bytes"] / (2 * 4 * COUNT * (RANKS - 1) / RANKS)
-    assert ratio == pytest.approx(0.254, abs=0.002)
+    assert 0.254 < ratio < 0.28, "of 5000 numbers: shares are whole blocks"

@@ -46,7 +46,7 @@ def summed(rank: int, world: int, feeds_back: bool) -> dict[str, Any]:
             found[f"all_reduce {step + 1}"] = float((arrived - exact).norm())
             found[f"reduce_scatter {step + 1}"] = float((shares - exact).norm())
     if feeds_back and errors is not None:
-        held = torch.stack([sums.errors[0], errors]).view(2, -1)[:, :COUNT].double()
+        held = torch.stack([sums.errors[0], errors.view(-1)[:COUNT]]).double()
         dist.all_reduce(held)
         for name, total, lost in zip(("all_reduce", "reduce_scatter"), (arrived, shares), held, strict=True):
             found[f"{name} told"] = float((total + lost - exact).norm())

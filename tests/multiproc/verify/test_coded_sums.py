@@ -23,6 +23,20 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "mesh": {"dp_shard": 2, "pp": 2}, "data_parallel": {"zero": 2}, "pipeline": {"microbatches": 2},
     },
     "tp": {"mesh": {"dp_replicate": 2, "tp": 2}},
+    "tp without sequence parallel": {
+        "mesh": {"dp_replicate": 2, "tp": 2}, "tensor_parallel": {"sequence_parallel": False},
+    },
+    "tp in ZeRO-3": {
+        "mesh": {"dp_shard": 2, "tp": 2}, "data_parallel": {"zero": 3}, "pipeline": {"microbatches": 2},
+    },
+    "tp in ZeRO-3 without sequence parallel": {
+        "mesh": {"dp_shard": 2, "tp": 2}, "data_parallel": {"zero": 3}, "pipeline": {"microbatches": 2},
+        "tensor_parallel": {"sequence_parallel": False},
+    },
+    "DDP by node": {"mesh": {"dp_replicate": 4}, "data_parallel": {"reduce_neighbours": 2}},
+    "ZeRO-3 by node": {
+        "mesh": {"dp_shard": 4}, "data_parallel": {"zero": 3, "reduce_neighbours": 2}, "pipeline": {"microbatches": 2},
+    },
     "ep": {"mesh": {"dp_shard": 4, "ep": 2}, "data_parallel": {"zero": 3}},
 }  # fmt: skip
 
@@ -31,7 +45,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_is_verified_in_every_format(layout: str, corpus: Path, tmp_path: Path) -> None:
     formats = [{"preset": "fp32", "reduce": "int8"}, IN_INT8, {"reduce": "bfloat16"}, {"reduce": "float8_e4m3"}]
-    formats = [{"reduce": "bfloat16"}] if layout == "tp" else formats  # 8 bits are refused
+    if layout.startswith("tp in"):
+        formats = [{**IN_INT8, "gather": "int8"}, {"reduce": "float8_e4m3", "gather": "float8_e4m3"}]
     plans = [{**LAYOUTS[layout], "precision": one} for one in formats]
     run = small_run(str(corpus), model="mixtral" if layout == "ep" else "llama")
     mesh = LAYOUTS[layout]["mesh"]
@@ -46,12 +61,12 @@ def test_a_layout_is_verified_in_every_format(layout: str, corpus: Path, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "tp" and "pipeline" not in name])
+@pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_a_layout_with_error_feedback_is_verified(layout: str, corpus: Path, tmp_path: Path) -> None:
     plans = [fed_back(layout, one) for one in (IN_INT8, {"reduce": "float8_e4m3"}, {"reduce": "bfloat16"})]
     run = small_run(str(corpus), model="mixtral" if layout == "ep" else "llama")
     mesh = LAYOUTS[layout]["mesh"]
-    world = mesh.get("dp_shard", 1) * mesh.get("dp_replicate", 1) * mesh.get("tp", 1)
+    world = mesh.get("dp_shard", 1) * mesh.get("dp_replicate", 1) * mesh.get("pp", 1) * mesh.get("tp", 1)
     for verdict in run_ranks(verdicts_in_rank, world, run, plans, str(tmp_path), timeout_s=900)[0]:
         wrong = [f"{check['name']}: {check['detail']}" for check in verdict["checks"] if not check["ok"]]
         assert not wrong
@@ -80,6 +95,25 @@ GROUPS = {
             Bug(mutate=bugs.own_share_not_rounded, check=CHECK),
             Bug(mutate=bugs.rounded_at_every_hop, check=CHECK),
             Bug(mutate=bugs.summed_in_codes, check=CHECK),
+        ),
+    ),
+    "tp in ZeRO-3": Group(
+        plan={
+            **LAYOUTS["tp in ZeRO-3 without sequence parallel"],
+            "precision": {"preset": "fp32", "reduce": "int8"},  # bfloat16 would hide that masters of a norm differ
+        },
+        num_ranks=4,
+        bugs=(
+            Bug(mutate=bugs.blocks_across_parameters, check=(CHECK, "forward weights")),
+            Bug(mutate=bugs.parameters_forgotten, check=("forward weights", "replicas")),
+        ),
+    ),
+    "ZeRO-3 by node, fed back": Group(
+        plan=fed_back("ZeRO-3 by node", IN_INT8),
+        num_ranks=4,
+        bugs=(
+            Bug(mutate=bugs.own_nodes_sums_not_rounded, check=CHECK),
+            Bug(mutate=bugs.errors_of_nodes_forgotten, check=CHECK),
         ),
     ),
     "DDP": Group(

@@ -134,8 +134,11 @@ def test_an_expert_degree_that_does_not_divide_names_the_axes(tensor: str, axes:
             "data_parallel": {"find_unused_parameters": True},
         },
         {"precision": {"reduce": "int8"}, "data_parallel": {"strategy": "dataparallel"}},
-        {"precision": {"reduce": "int8"}, "mesh": {"dp_replicate": 2, "tp": 2}},
-        {"precision": {"reduce": "float8_e4m3"}, "mesh": {"dp_shard": 2, "tp": 2}, "data_parallel": {"zero": 3}},
+        {
+            "precision": {"reduce": "int8"},
+            "mesh": {"dp_replicate": 2, "tp": 4},
+            "tensor_parallel": {"mode": "2d", "sequence_parallel": False},
+        },
         {
             "precision": {"reduce": "bfloat16"},
             "mesh": {"dp_replicate": 2},
@@ -146,7 +149,12 @@ def test_an_expert_degree_that_does_not_divide_names_the_axes(tensor: str, axes:
             "mesh": {"dp_shard": 2},
             "offload": {"optimizer": "cpu", "parameters": "cpu"},
         },
-        {"precision": {"gather": "int8"}, "mesh": {"dp_shard": 2, "tp": 2}, "data_parallel": {"zero": 3}},
+        {
+            "precision": {"gather": "int8"},
+            "mesh": {"dp_shard": 2, "tp": 4},
+            "tensor_parallel": {"mode": "2d", "sequence_parallel": False},
+            "data_parallel": {"zero": 3},
+        },
         *(
             {"mesh": {"dp_shard": 4}, "data_parallel": {"zero": 3, "secondary_shard": 2}, **beside}
             for beside in (
@@ -159,8 +167,12 @@ def test_an_expert_degree_that_does_not_divide_names_the_axes(tensor: str, axes:
         *(
             {"data_parallel": {"error_feedback": True}, "precision": {"reduce": "int8"}, **beside}
             for beside in (
-                {"mesh": {"dp_replicate": 2, "pp": 2}, "pipeline": {"microbatches": 2}},
-                {"mesh": {"dp_replicate": 2, "tp": 2}},
+                {
+                    "mesh": {"dp_shard": 2, "pp": 2},
+                    "data_parallel": {"zero": 2, "error_feedback": True},
+                    "pipeline": {"microbatches": 4, "schedule": "zbv", "virtual_stages": 2},
+                },
+                {"mesh": {"dp_replicate": 2, "tp": 4}, "tensor_parallel": {"mode": "2d"}},
                 {"mesh": {"dp_replicate": 2}, "precision": {"preset": "fp16", "reduce": "int8"}},
                 {"mesh": {"dp_replicate": 2}, "offload": {"optimizer": "nvme"}},
             )

@@ -78,6 +78,7 @@ def plan_with(**keys: Any) -> Plan:
             "all_reduce",
             "secondary_shard",
             "error_feedback",
+            "reduce_neighbours",
         ),
         "tensor_parallel": ("mode", "sequence_parallel", "loss_parallel"),
         "expert_parallel": ("dispatcher", "tensor", "wire", "chunks"),

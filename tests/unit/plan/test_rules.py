@@ -34,18 +34,36 @@ NO_HOST = replace(LLAMA, cluster=replace(LLAMA.cluster, host_memory_bytes=0))
 NO_DISK = replace(LLAMA, cluster=replace(LLAMA.cluster, nvme_bytes_per_s=0.0))
 WIDE = replace(LLAMA, precision=resolve("bf16", {"residual": "float32"}))
 IN_INT8 = replace(LLAMA, precision=resolve("bf16", {"reduce": "int8"}))
-TIED_IN_INT8 = replace(QWEN, precision=resolve("bf16", {"gather": "int8"}))
 GATHERED_IN_INT8 = replace(LLAMA, precision=resolve("bf16", {"gather": "int8"}))
 
 BROKEN: list[tuple[str, Request, dict[str, Any]]] = [
     ("ranks", LLAMA, {"dp_replicate": 4}),
     ("secondary_shard", LLAMA, {"dp_shard": 8, "zero": 2, "secondary_shard": 2}),
     ("secondary_shard", LLAMA, {"dp_shard": 8, "zero": 3, "secondary_shard": 8}),
-    ("coded_copies", IN_INT8, {"dp_replicate": 4, "tp": 2}),
-    ("coded_copies", GATHERED_IN_INT8, {"dp_shard": 4, "zero": 3, "tp": 2}),
-    ("tied_codes", TIED_IN_INT8, {"pp": 2, "dp_shard": 4, "zero": 3, "microbatches": 2}),
+    ("coded_copies", IN_INT8, {"dp_replicate": 2, "tp": 4, "mode": "2d", "sequence_parallel": False}),
+    ("coded_copies", GATHERED_IN_INT8, {"dp_shard": 2, "zero": 3, "tp": 4, "mode": "2d", "sequence_parallel": False}),
+    ("reduce_neighbours", IN_INT8, {"dp_replicate": 8, "reduce_neighbours": 3}),
+    ("reduce_neighbours", IN_INT8, {"dp_shard": 8, "zero": 2, "reduce_neighbours": 8}),
+    ("reduce_neighbours", LLAMA, {"dp_replicate": 8, "reduce_neighbours": 2}),
     ("residual", WIDE, {"dp_replicate": 2, "tp": 4, "mode": "2d", "sequence_parallel": False}),
-    ("error_feedback", LLAMA, {"dp_replicate": 4, "pp": 2, "microbatches": 2, "error_feedback": True}),
+    (
+        "error_feedback",
+        LLAMA,
+        {"dp_replicate": 2, "tp": 4, "mode": "2d", "sequence_parallel": False, "error_feedback": True},
+    ),
+    (
+        "error_feedback",
+        LLAMA,
+        {
+            "dp_shard": 4,
+            "zero": 2,
+            "pp": 2,
+            "microbatches": 4,
+            "schedule": "zbv",
+            "virtual_stages": 2,
+            "error_feedback": True,
+        },
+    ),
     ("secondary_layout", LLAMA, {"dp_shard": 4, "zero": 3, "pp": 2, "microbatches": 2, "secondary_shard": 2}),
     ("batch", LLAMA, {"dp_replicate": 8, "microbatches": 3}),
     ("batch", request_of(global_batch=4), {"dp_replicate": 8}),

@@ -31,6 +31,7 @@ def choose_strategy(model: nn.Module, plan: Plan, topology: Topology) -> Strateg
             gather=plan.coded_gather,
             neighbours=near,
             feeds_back=dp.error_feedback,
+            nodes=topology.new_nodes(dp.reduce_neighbours, (axes.DP_SHARD,)) if dp.reduce_neighbours else None,
         )
         if plan.float8.linears != "none" and plan.float8.gather == "float8":
             sharded.float8 = gather_in_float8(model, plan.precision.policy())
@@ -40,7 +41,8 @@ def choose_strategy(model: nn.Module, plan: Plan, topology: Topology) -> Strateg
     if dist.get_world_size(topology.gradient_group) == 1:
         return Strategy(model)
     if topology.pp_degree > 1:
-        return Summed(model, sums=_between_ranks(plan, topology), bucket_bytes=dp.bucket_bytes)
+        sums = _between_ranks(plan, topology)
+        return Summed(model, sums=sums, bucket_bytes=dp.bucket_bytes, feeds_back=dp.error_feedback)
     return Replicated(
         model,
         sums=_between_ranks(plan, topology),
@@ -53,7 +55,9 @@ def choose_strategy(model: nn.Module, plan: Plan, topology: Topology) -> Strateg
 def _between_ranks(plan: Plan, topology: Topology) -> GroupSum:
     """The sum over all ranks with different rows, or different positions of them."""
     if plan.precision.policy().has_coded_sums:
-        return CodedSum(topology.gradient_group, name=plan.precision.policy().reduce)
+        near = plan.data_parallel.reduce_neighbours
+        nodes = topology.new_nodes(near, axes.DATA_AXES) if near else None
+        return CodedSum(topology.gradient_group, name=plan.precision.policy().reduce, nodes=nodes)
     name = plan.data_parallel.all_reduce
     ways = topology.new_ways(axes.DATA_AXES) if name != BACKEND else None
     return GroupSum(topology.gradient_group, algorithm=name, ways=ways)

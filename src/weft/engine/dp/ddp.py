@@ -6,7 +6,7 @@ ranks instead makes float16 gradients overflow at other steps than on one device
 
 # No `from __future__ import annotations` here: DDP compares a hook's annotations with the classes themselves.
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from weft.comm.coded_sums import CodedSum
 from weft.comm.sums import GroupSum
 from weft.core.errors import PlanError
+from weft.engine.dp.coded import errors_of_buckets
 from weft.engine.dp.gradient_leaves import GradientLeaves, has_wide_gradients
 from weft.engine.dp.strategy import Strategy
 
@@ -97,14 +97,6 @@ class Replicated(Strategy):
         return list(self._buckets.values())
 
 
-def errors_of_buckets(sums: GroupSum, sizes: Sequence[int], *, device: torch.device) -> dict[str, torch.Tensor]:
-    """Memory for the errors of gradients in these buckets, if they travel as codes."""
-    if not isinstance(sums, CodedSum):
-        return {}
-    sums.feed_back(sizes, device=device)
-    return {f"bucket {index}": errors for index, errors in enumerate(sums.errors)}
-
-
 @dataclass(frozen=True, kw_only=True)
 class _HookState:
     """The state of DDP's communication hook: the sum, and a record of the buffers."""
@@ -120,7 +112,8 @@ def _sum_over_ranks(
     buffer: torch.Tensor = bucket.buffer()
     state.buckets[bucket.index()] = buffer
     wide = buffer.float()  # the buffer itself, unless gradients have a lower precision than sums
-    summed = state.sums.begin(wide, place=bucket.index())
+    sizes = tuple(parameter.numel() for parameter in bucket.parameters())
+    summed = state.sums.begin(wide, place=bucket.index(), sizes=sizes)
     if bucket.is_last():
         state.sums.finish()
     if wide is buffer:

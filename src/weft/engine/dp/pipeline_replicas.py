@@ -12,19 +12,28 @@ import torch
 from torch import nn
 
 from weft.comm.sums import GroupSum
+from weft.engine.dp.coded import errors_of_buckets
 from weft.engine.dp.strategy import Strategy
-from weft.engine.precision import zero_gradient
+from weft.engine.precision import gradient_dtype, zero_gradient
 
 
 class Summed(Strategy):
     """The unwrapped model; its gradients are summed over all replicas."""
 
-    def __init__(self, model: nn.Module, *, sums: GroupSum, bucket_bytes: int) -> None:
+    def __init__(self, model: nn.Module, *, sums: GroupSum, bucket_bytes: int, feeds_back: bool = False) -> None:
         super().__init__(model)
         self._sums, self._bucket_bytes = sums, bucket_bytes
+        if feeds_back:
+            parameters = self._trained()
+            gradients = [torch.empty(one.shape, dtype=gradient_dtype(one), device="meta") for one in parameters]
+            counts = [sum(map(torch.numel, bucket)) for bucket in _buckets(gradients, bucket_bytes)]
+            self.errors = errors_of_buckets(sums, counts, device=parameters[0].device)
 
     def after_backwards(self) -> None:
-        self.reduce([parameter for parameter in self.module.parameters() if parameter.requires_grad])
+        self.reduce(self._trained())
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     @torch.no_grad()
     def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -32,18 +41,18 @@ class Summed(Strategy):
             if parameter.grad is None:  # every rank must reduce the same tensors
                 parameter.grad = zero_gradient(parameter)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        for bucket in _buckets(gradients, self._bucket_bytes):
-            sum_bucket(bucket, self._sums)
+        for place, bucket in enumerate(_buckets(gradients, self._bucket_bytes)):
+            sum_bucket(bucket, self._sums, place=place)
 
 
 @torch.no_grad()
 def sum_bucket(gradients: list[torch.Tensor], sums: GroupSum, *, place: int = 0) -> None:
     """Sum gradients of one dtype in place over the replicas: one all-reduce, that of this place in a step."""
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    flat, sizes = torch.cat([gradient.reshape(-1) for gradient in gradients]), [one.numel() for one in gradients]
     if flat.numel() == 0:  # a rank beyond the last row of a sharded tensor, in every replica alike
         return
-    sums.sum(flat, place=place)
-    for gradient, total in zip(gradients, torch.split(flat, [one.numel() for one in gradients]), strict=True):
+    sums.sum(flat, place=place, sizes=tuple(sizes))
+    for gradient, total in zip(gradients, torch.split(flat, sizes), strict=True):
         gradient.copy_(total.view_as(gradient))
 
 

@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from weft.comm.coded_sums import CodedSum
+from weft.comm.coded_sums import CodedSum, Nodes
 from weft.comm.sums import GroupSum
 from weft.core.precision import PrecisionPolicy
 from weft.core.shards import zero_dim
@@ -46,6 +46,7 @@ from weft.engine.dp.secondary import SecondaryAllGather
 from weft.engine.dp.strategy import Strategy
 from weft.engine.ownership import local
 from weft.engine.precision import torch_dtype
+from weft.engine.weights.units import shard_sizes
 from weft.models.layout import ModelLayout
 
 
@@ -126,31 +127,34 @@ class Sharded(Strategy):
         gather: str | None = None,
         neighbours: dist.ProcessGroup | None = None,
         feeds_back: bool = False,
+        nodes: Nodes | None = None,
     ) -> None:
         """`reduce`, `gather`: formats in which gradients and weights travel; `neighbours`: who shares a secondary
-        shard; `feeds_back`: errors of gradients are added to the next ones."""
+        shard; `feeds_back`: errors of gradients are added to the next ones; `nodes`: codes are summed by node."""
         super().__init__(model)
         self._replicas = replicas
         self.stage_policy = STAGES[stage]
         self.accumulates_unsharded = not self.stage_policy.reduce_every_microbatch
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        coded = CodedAllGather(gather) if gather else None
-        self._secondary = [SecondaryAllGather(neighbours, coded=coded) for _ in self._units] if neighbours else []
-        for at, unit in enumerate(self._units) if self._secondary or coded else ():
-            unit.set_custom_all_gather(cast(Any, self._secondary[at] if self._secondary else coded))
+        coded = [CodedAllGather(gather, shard_sizes(unit)) for unit in self._units] if gather else []
+        first = coded if gather else [None for _ in self._units]
+        self._secondary = [SecondaryAllGather(neighbours, coded=one) for one in first] if neighbours else []
+        for unit, own in zip(self._units, self._secondary or coded, strict=False):
+            unit.set_custom_all_gather(cast(Any, own))
         # Listed now: while a unit is gathered its module shows other parameters, without gradients.
         self._shards = list(self._by_unit())
         if reduce != "float32":
-            self._reduce_in_codes(reduce, feeds_back=feeds_back)
+            self._reduce_in_codes(reduce, feeds_back=feeds_back, nodes=nodes)
 
-    def _reduce_in_codes(self, name: str, *, feeds_back: bool) -> None:
+    def _reduce_in_codes(self, name: str, *, feeds_back: bool, nodes: Nodes | None) -> None:
         names = {module: name or "root" for name, module in self.module.named_modules()}
         units = list(zip(reversed(self._units), self._shards, strict=True))
         for unit, parameters in units:
             errors = errors_of_unit(parameters) if feeds_back else None
             if errors is not None:
                 self.errors[names[unit]] = errors
-            unit.set_custom_reduce_scatter(cast(Any, CodedReduceScatter(name, unit=names[unit], errors=errors)))
+            reduce = CodedReduceScatter(name, unit=names[unit], errors=errors, nodes=nodes)
+            unit.set_custom_reduce_scatter(cast(Any, reduce))
         if feeds_back and isinstance(self._replicas, CodedSum):
             sizes = [sum(local(one).numel() for one in own if one.requires_grad) for own in self._shards]
             self._replicas.feed_back(sizes, device=next(self.module.parameters()).device)

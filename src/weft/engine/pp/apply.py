@@ -71,10 +71,8 @@ def build_pipeline(
     topology: Topology,
     *,
     device: torch.device,
-    gather: str | None = None,
 ) -> PipelineRuntime:
-    """The rank's runner, once the model is complete. Collective. `full_layout`: the layout before the split. `gather`:
-    the format of codes in which weights travel."""
+    """The rank's runner, once the model is complete. Collective. `full_layout`: the layout before the split."""
     schedule = split_plan.schedule
     placement = schedule.stage_to_rank
     down, up = _group(topology), _group(topology)
@@ -91,12 +89,6 @@ def build_pipeline(
         raise PipelineError(
             f"{schedule.name} updates each stage separately, and the first and the last stage share {shared[0]}",
             hint="use pipeline.schedule = 'pipedream_2bw', or a model whose head is not tied",
-        )
-    if shared and gather:
-        raise PipelineError(
-            f"the first and the last stage share {shared[0]}, and weights gathered in {gather} would differ: their "
-            "scales are of blocks of a unit, which each stage fills with other parameters",
-            hint="remove precision.gather, or take a model whose head is not tied",
         )
     group = pair_group(topology, placement[0], placement[-1]) if shared else None
     here = {canonical: name for name, canonical in layout.copies.items()}

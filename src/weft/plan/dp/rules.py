@@ -22,18 +22,25 @@ def _secondary_divides(_request: Request, columns: Columns) -> Bools:
     return np.asarray(broken, dtype=np.bool_)[which.reshape(-1)]
 
 
+def _neighbours_divide(request: Request, columns: Columns) -> Bools:
+    near, ranks, is_coded = columns.reduce_neighbours, columns.reducing, request.precision.has_coded_sums
+    is_group = (near > 1) & (near < ranks) & (ranks % np.maximum(near, 1) == 0)
+    return np.asarray((near > 0) & ~(is_group & is_coded & (columns.ep == 1)))
+
+
 def _secondary_is_executed(_request: Request, columns: Columns) -> Bools:
     return (columns.secondary_shard > 0) & ((columns.pp > 1) | (columns.ep > 1))
 
 
 def _errors_are_executed(_request: Request, columns: Columns) -> Bools:
-    return (columns.error_feedback > 0) & ((columns.pp > 1) | (columns.tp > 1))
+    in_parts = (columns.pp > 1) & (columns.zero > 1) & columns.is_v_shaped
+    return (columns.error_feedback > 0) & (in_parts | columns.is_grid)
 
 
 def _copies_round_alike(request: Request, columns: Columns) -> Bools:
     policy = request.precision
     has_coded_gathers = (columns.zero > 0) & (columns.float8 == 0) & (policy.gather in CODED)
-    return np.asarray((columns.tp > 1) & (has_coded_gathers | (policy.reduce in CODED)))
+    return np.asarray(columns.is_grid & (has_coded_gathers | (policy.reduce in CODED)))
 
 
 RULES: tuple[Rule, ...] = (
@@ -49,11 +56,22 @@ RULES: tuple[Rule, ...] = (
         _secondary_is_executed,
     ),
     Rule(
+        "reduce_neighbours",
+        "data_parallel.reduce_neighbours needs precision.reduce in a lower format, more than one group of reducing "
+        "ranks, and ep = 1",
+        _neighbours_divide,
+    ),
+    Rule(
         "coded_copies",
-        "precision.reduce and precision.gather in 8 bits are not executed with tp, whose copies of a parameter would "
-        "drift apart",
+        "precision.reduce and precision.gather in 8 bits are not executed with tp over a grid, whose copies of a "
+        "parameter would drift apart",
         _copies_round_alike,
         lambda request, columns: "set precision.reduce = 'bfloat16', and remove precision.gather",
     ),
-    Rule("error_feedback", "data_parallel.error_feedback is not executed with tp and pipelines", _errors_are_executed),
+    Rule(
+        "error_feedback",
+        "data_parallel.error_feedback is not executed with tp over a grid, nor with ZeRO-2 and 3 in a pipeline "
+        "whose first rank has the last stage too",
+        _errors_are_executed,
+    ),
 )

@@ -3,7 +3,8 @@
 Per unit: an all-gather per step (ZeRO-1, 2), or per forward and backward (ZeRO-3; with a secondary shard the backward's
 is among its ranks); a reduce-scatter per step (ZeRO-1), or per backward (ZeRO-2, 3). Replicas: an all-reduce per unit
 and step; without ZeRO one per bucket. Where codes travel
-(`precision.reduce`) a reduce-scatter is an all-to-all, an all-reduce an all-to-all and an all-gather.
+(`precision.reduce`) a reduce-scatter is an all-to-all, an all-reduce an all-to-all and an all-gather; by node
+(`neighbours.py`) each is one inside nodes and one between them.
 In expert parallelism the experts of a block are a unit of their own, on edp; without ZeRO each of their gradients is
 all-reduced there before the update.
 """
@@ -18,6 +19,7 @@ from weft.core import axes
 from weft.plan.axis import SMALL_ELEMENTS, TrafficRow
 from weft.plan.columns import Floats
 from weft.plan.dp.all_reduce import replica_bytes
+from weft.plan.dp.neighbours import by_node
 from weft.plan.memory.instant import has_buckets
 from weft.plan.memory.parameters import num_expert_tensors, table_elements
 from weft.plan.time.links import gather_bytes, reduce_bytes
@@ -42,7 +44,8 @@ def traffic(view: View) -> list[TrafficRow]:
     blocks = share.total.padded - share.root.padded - share.experts.padded
     roots = (1 + extra_gathers) * share.root.padded
     plain = view.gathered_bytes(root=roots, blocks=blocks)
-    coded = view.coded_bytes(roots + blocks, plain)
+    code_blocks = (share.total + share.root.times(extra_gathers)).shard_code_blocks - share.experts.shard_code_blocks
+    coded = view.coded_bytes(roots + blocks, code_blocks * shards, plain)
     gathered = gather_bytes(coded, shards)
     # neighbours send what arrived, decoded
     again = np.where(columns.secondary_shard > 0, plain, coded)
@@ -51,13 +54,18 @@ def traffic(view: View) -> list[TrafficRow]:
     is_twice = (columns.zero >= 2) & (columns.pp > 1) & stage.holds_embedding & stage.holds_head
     trained = view.trained
     reduced_blocks = trained.total.padded - trained.root.padded - trained.experts.padded
-    twice = table_elements(view.shape.trained, columns).padded * (is_twice & view.shape.tied_head)
-    reduced = gather_bytes((trained.root.padded + reduced_blocks + twice) * sizes.wire, shards)
+    twice = table_elements(view.shape.trained, columns).times((is_twice & view.shape.tied_head).astype(np.float64))
+    scales = trained.total.shard_code_blocks - trained.experts.shard_code_blocks + twice.shard_code_blocks
+    sent = (trained.root.padded + reduced_blocks + twice.padded) * sizes.wire.number
+    sent = sent + scales * shards * sizes.wire.block
+    is_flat = columns.reduce_neighbours == 0
     edp = columns.edp.astype(np.float64)
     are_sharded = (columns.zero > 0) & (edp > 1)
     experts = share.experts.padded
-    gathered_experts = gather_bytes(view.coded_bytes(experts, experts * sizes.compute), edp)
-    reduced_experts = gather_bytes(trained.experts.padded * sizes.wire, edp)
+    blocks_of_experts = share.experts.shard_code_blocks * edp
+    gathered_experts = gather_bytes(view.coded_bytes(experts, blocks_of_experts, experts * sizes.compute), edp)
+    scales_of_experts = trained.experts.shard_code_blocks * edp * sizes.wire.block
+    reduced_experts = gather_bytes(trained.experts.padded * sizes.wire.number + scales_of_experts, edp)
     is_zero3 = columns.zero == 3
     forwards, backwards, reductions = (
         np.where(is_zero3, m, 1.0), np.where(is_zero3, m, 0.0), np.where(columns.zero >= 2, m, 1.0)
@@ -68,14 +76,20 @@ def traffic(view: View) -> list[TrafficRow]:
     replicas = np.where(columns.zero > 0, columns.dp_replicate, columns.dp * columns.cp).astype(np.float64)
     held = held_elements(view)
     has_scales = is_sharded & (view.num_in_float8 > SMALL_ELEMENTS)  # all together, once per step
-    scales = reduce_bytes(view.num_in_float8 * 4.0, shards) * has_scales
+    float8_scales = reduce_bytes(view.num_in_float8 * 4.0, shards) * has_scales
     is_coded = view.request.precision.has_coded_sums
     reduction = "all_to_all" if is_coded else "reduce_scatter"
     return [
-        TrafficRow(axes.DP_SHARD, "all_reduce", "forward", scales, has_scales.astype(np.float64)),
+        TrafficRow(axes.DP_SHARD, "all_reduce", "forward", float8_scales, has_scales.astype(np.float64)),
         TrafficRow(axes.DP_SHARD, "all_gather", "forward", gathered * forward_times, gathered_units * forward_times),
         TrafficRow(axes.DP_SHARD, "all_gather", "backward", again * backward_times, gathered_units * backward_times),
-        TrafficRow(axes.DP_SHARD, reduction, "backward", reduced * reduce_times, reduces),
+        TrafficRow(
+            axes.DP_SHARD, reduction, "backward", gather_bytes(sent, shards) * reduce_times * is_flat, reduces * is_flat
+        ),
+        *(
+            TrafficRow(axis, reduction, "backward", nbytes * reduce_times, reduces * (nbytes > 0))
+            for axis, nbytes in by_node(columns, sent)
+        ),
         *_between_replicas(view, held, replicas, units + expert_units),
         *(
             TrafficRow(axes.EDP, name, phase, nbytes * times * are_sharded, expert_units * times * are_sharded)
@@ -96,9 +110,14 @@ def _between_replicas(view: View, held: Floats, replicas: Floats, units: Floats)
     marks = columns.find_unused * has_buckets(view)  # DDP all-reduces the set of used parameters
     most, least = (np.where(columns.zero > 0, units, number + marks) * is_sent for number in (_most_buckets(view), 1.0))
     if view.request.precision.has_coded_sums:
-        half = gather_bytes(held * sizes.wire, replicas) * columns.updates
-        for name in ("all_to_all", "all_gather"):
-            yield TrafficRow(axes.DP_REPLICATE, name, "backward", half, most, least=least)
+        total = view.trained.total
+        blocks = np.where(columns.zero > 0, total.shard_code_blocks, total.code_blocks)
+        full = (held * sizes.wire.number + blocks * sizes.wire.block) * columns.updates
+        in_nodes = (columns.reduce_neighbours > 0) & (columns.zero == 0)
+        halves = [(axes.DP_REPLICATE, gather_bytes(full, replicas) * ~in_nodes), *by_node(columns, full * in_nodes)]
+        for axis, half in halves:
+            for name in ("all_to_all", "all_gather"):
+                yield TrafficRow(axis, name, "backward", half, most * (half > 0), least=least * (half > 0))
         return
     summed = replica_bytes(held * sizes.communication, replicas, columns) * columns.updates
     yield TrafficRow(axes.DP_REPLICATE, "all_reduce", "backward", summed, most, least=least)

@@ -17,7 +17,7 @@ all units that are not finished. The reduce-scatter input of the unit before is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -96,9 +96,7 @@ class Units:
         if found is None:
             raise ValueError("expert parallelism without experts")
         _, block, experts = found
-        dense = Elements(
-            block.unsharded - experts.unsharded, block.shard - experts.shard, block.padded - experts.padded, block.inner
-        )
+        dense = replace(block + experts.times(-1.0), inner=block.inner)
         scores, saved_scores = _scores(view)
         return Units(
             parts=parts, dense=dense, experts=experts, last_matrix=smallest, num_blocks=count, rows=rows_of(view),

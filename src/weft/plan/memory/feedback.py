@@ -21,6 +21,6 @@ def feedback_bytes(view: View) -> Floats:
     rest = trained.total.padded - trained.experts.padded
     scattered = rest * (columns.shards > 1) + trained.experts.padded * (columns.edp > 1)
     sharded = scattered + trained.total.shard * (columns.dp_replicate > 1)
-    replicated = trained.total.unsharded * (columns.dp_replicate > 1)
+    replicated = trained.total.unsharded * (columns.dp_replicate * columns.cp > 1)
     sent = np.where(columns.zero > 0, sharded, replicated)
     return np.asarray(np.where(columns.error_feedback > 0, sent * ERROR_BYTES, 0.0), dtype=np.float64)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.core.model_shape import BlockShape, LinearShape, ModelShape
+from weft.core.wire_bytes import BLOCK
 from weft.plan.columns import Columns, Floats, Ints
 from weft.plan.memory.block_tensors import HeldTensor, extra_tensor, linear_tensors, tensors_of
 from weft.plan.pp.stages import Stage
@@ -25,6 +26,14 @@ class Elements:
     shard: Floats
     padded: Floats  # shards x shard
     inner: Floats  # of tensors sharded along an inner dimension: `fully_shard` copies them once more
+    code_blocks: Floats  # of the unsharded tensors, where they travel as codes
+    shard_code_blocks: Floats
+
+    @staticmethod
+    def of(unsharded: Floats, shard: Floats, shards: Floats | Ints, inner: Floats) -> Elements:
+        """Elements of one tensor: each begins a block of codes."""
+        blocks, shard_blocks = np.ceil(unsharded / BLOCK), np.ceil(shard / BLOCK)
+        return Elements(unsharded, shard, shard * shards, inner, blocks, shard_blocks)
 
     def __add__(self, other: Elements) -> Elements:
         return Elements(
@@ -32,10 +41,19 @@ class Elements:
             self.shard + other.shard,
             self.padded + other.padded,
             self.inner + other.inner,
+            self.code_blocks + other.code_blocks,
+            self.shard_code_blocks + other.shard_code_blocks,
         )
 
     def times(self, count: Floats | float) -> Elements:
-        return Elements(self.unsharded * count, self.shard * count, self.padded * count, self.inner * count)
+        return Elements(
+            self.unsharded * count,
+            self.shard * count,
+            self.padded * count,
+            self.inner * count,
+            self.code_blocks * count,
+            self.shard_code_blocks * count,
+        )
 
 
 @dataclass(frozen=True)
@@ -93,7 +111,7 @@ def linear_elements(linear: LinearShape, columns: Columns) -> Elements:
 
 def elements_of(held: HeldTensor) -> Elements:
     inner = np.where(held.is_inner_sharded, held.unsharded, 0.0)
-    return Elements(held.unsharded, held.shard, held.shard * held.shards, inner).times(held.tensors)
+    return Elements.of(held.unsharded, held.shard, held.shards, inner).times(held.tensors)
 
 
 def root_elements(shape: ModelShape, columns: Columns, stage: Stage) -> Elements:
@@ -131,11 +149,11 @@ def _table_rows(shape: ModelShape, columns: Columns, *, is_sharded: bool) -> Flo
 
 def _sharded(rows: Floats, row_size: Floats, shards: Floats | Ints) -> Elements:
     share = np.ceil(rows / shards) * row_size
-    return Elements(rows * row_size, share, share * shards, np.zeros(len(rows)))
+    return Elements.of(rows * row_size, share, shards, np.zeros(len(rows)))
 
 
 def _sum(parts: list[Elements], size: int) -> Elements:
-    total = Elements(*(np.zeros(size) for _ in range(4)))
+    total = Elements(*(np.zeros(size) for _ in range(6)))
     for part in parts:
         total = total + part
     return total

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from weft.core.wire_bytes import CODED
 from weft.plan.axis import Rule
 from weft.plan.columns import LOOPED, SCHEDULES, Bools, Columns
 from weft.plan.request import Request
@@ -58,12 +57,6 @@ def _gathers_with_pipeline(request: Request, columns: Columns) -> Bools:
     return is_async & (columns.zero > 0) & (columns.pp > 1)
 
 
-def _tied_copies_round_alike(request: Request, columns: Columns) -> Bools:
-    """Blocks of codes run over a unit, and the stages of a tied table have other parameters beside it."""
-    is_coded = request.precision.gather in CODED and request.shape.tied_head
-    return (columns.pp > 1) & (columns.zero > 0) & (columns.float8 == 0) & is_coded
-
-
 def _numbers_of_blocks(request: Request, columns: Columns) -> str:
     stages, blocks = int(columns.pp[0] * columns.virtual_stages[0]), request.shape.num_layers
     return f"set {stages} numbers, each at least 1, with sum {blocks}; [] partitions by cost"
@@ -89,11 +82,5 @@ RULES: tuple[Rule, ...] = (
         "asynchronous",
         "an asynchronous pipeline keeps unsharded weights, so it supports no ZeRO stage",
         _gathers_with_pipeline,
-    ),
-    Rule(
-        "tied_codes",
-        "precision.gather in 8 bits is not executed with a tied table on two pipeline stages: its copies would differ",
-        _tied_copies_round_alike,
-        lambda request, columns: "remove precision.gather",
     ),
 )

@@ -18,9 +18,9 @@ from typing import Literal
 import numpy as np
 
 from weft.core.model_shape import ModelShape
-from weft.core.plan import Plan
+from weft.core.plan import V_SHAPED, Plan
 from weft.core.stages import partition_shape
-from weft.plan.columns import V_SHAPED, Bools, Columns, Floats, PipelineKey
+from weft.plan.columns import Bools, Columns, Floats, PipelineKey
 from weft.plan.memory.recompute import BlockRange, Recomputed
 from weft.schedule import formulas
 

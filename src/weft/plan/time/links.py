@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.core.axes import CP, DP_SHARD, EDP, EP, MESH_ORDER, TP
+from weft.core.axes import CP, DP_BETWEEN, DP_INSIDE, DP_SHARD, EDP, EP, MESH_ORDER, TP
 from weft.core.cluster import Cluster
 from weft.core.muon import AXIS
 from weft.plan.columns import Columns, Floats
@@ -82,6 +82,19 @@ def backward_link(cluster: Cluster, columns: Columns) -> AxisLink:
     return _link(cluster, inner, np.where(columns.secondary_shard > 0, columns.secondary_shard, degree))
 
 
+def reducing_link(cluster: Cluster, columns: Columns) -> AxisLink:
+    """The link of the ranks that reduce gradients among them: shards, or replicas without them."""
+    inner, _ = inner_degree(columns, (DP_SHARD, CP))
+    return _link(cluster, inner, columns.reducing.astype(np.float64))
+
+
+def node_links(cluster: Cluster, columns: Columns) -> dict[str, AxisLink]:
+    """The links of a sum by node: among neighbours, and among ranks in the same place of all nodes."""
+    inner, _ = inner_degree(columns, (DP_SHARD, CP))
+    near = np.maximum(columns.reduce_neighbours, 1).astype(np.float64)
+    return {DP_INSIDE: _link(cluster, inner, near), DP_BETWEEN: _link(cluster, inner * near, columns.reducing / near)}
+
+
 def expert_link(cluster: Cluster, columns: Columns) -> AxisLink:
     """The link of the ep ranks, which are adjacent on the sharding axes with a stride of expert_tp."""
     degree = columns.ep.astype(np.float64)
@@ -96,7 +109,9 @@ def expert_shard_link(cluster: Cluster, columns: Columns) -> AxisLink:
 
 
 def link_of(cluster: Cluster, columns: Columns, axis: str) -> AxisLink:
-    """The link of an axis, of experts too."""
+    """The link of an axis, of experts and of sums by node too."""
+    if axis in (DP_INSIDE, DP_BETWEEN):
+        return node_links(cluster, columns)[axis]
     of_experts = {EP: expert_link, EDP: expert_shard_link}.get(axis)
     return of_experts(cluster, columns) if of_experts else axis_link(cluster, columns, SHARED.get(axis, (axis,)))
 

@@ -23,7 +23,7 @@ from weft.plan.pp.stages import bubble_of
 from weft.plan.request import Request, rate_format
 from weft.plan.teacher import teacher_seconds
 from weft.plan.time.compute import ATTENTION_BACKWARD, BlockSeconds, block_seconds, model_flops
-from weft.plan.time.links import AxisLink, axis_link, backward_link, expert_link, link_of
+from weft.plan.time.links import AxisLink, axis_link, backward_link, expert_link, link_of, node_links
 from weft.plan.time.state_stream import UPDATE_PASSES, held_elements
 from weft.plan.time.transfers import OVERLAP, transfers_of
 from weft.plan.traffic import Traffic, estimate_traffic
@@ -134,10 +134,14 @@ def _data_parallel(request: Request, columns: Columns, traffic: Traffic, busy: B
         again = traffic.of(axes.DP_SHARD, phase="backward", collective="all_gather")
         near = backward_link(request.cluster, columns)
         backward = backward - _seconds(links[axes.DP_SHARD], again) + _seconds(near, again)
+    if request.precision.has_coded_sums:
+        flat = traffic.of(axes.DP_SHARD, phase="backward", collective="all_to_all")
+        exchanged = _exchanged(links[axes.DP_SHARD], flat) + _by_node(request, columns, traffic)
+        backward = backward - _seconds(links[axes.DP_SHARD], flat) + exchanged * (columns.zero > 0)
     beside_forward = np.where(columns.zero == 3, m, 1.0) * busy.forward * OVERLAP
     beside_backward = np.where(columns.zero >= 2, m, 1.0) * busy.backward * OVERLAP
     exposed = np.maximum(forward - beside_forward, 0.0) + np.maximum(backward - beside_backward, 0.0)
-    ends = (forward + backward) / np.maximum(traffic.of(*shards)[1], 1.0)
+    ends = (forward + backward) / np.maximum(traffic.of(*shards, axes.DP_BETWEEN)[1], 1.0)
     lost = CONTENTION * (forward + backward - exposed)
     return exposed + ends + lost + _between_replicas(request, columns, traffic, busy)
 
@@ -148,9 +152,26 @@ def _between_replicas(request: Request, columns: Columns, traffic: Traffic, busy
     replicas = axis_link(request.cluster, columns, (axes.DP_REPLICATE,))
     moved = traffic.of(axes.DP_REPLICATE)
     by_backend = np.where(columns.zero == 0, _seconds(everyone, moved), _seconds(replicas, moved))
+    if request.precision.has_coded_sums:
+        sent, gathered = (traffic.of(axes.DP_REPLICATE, collective=name) for name in ("all_to_all", "all_gather"))
+        of_all, of_replicas = (_exchanged(link, sent) + _seconds(link, gathered) for link in (everyone, replicas))
+        by_backend = np.where(columns.zero == 0, of_all + _by_node(request, columns, traffic), of_replicas)
+        far = traffic.of(axes.DP_BETWEEN)  # of replicas, without shards
+        moved = moved[0] + far[0] * (columns.zero == 0), moved[1] + far[1] * (columns.zero == 0)
     seconds = np.where(columns.all_reduce > 0, replica_seconds(columns, (everyone, replicas), *moved), by_backend)
     tail = seconds / np.maximum(moved[1], 1.0)
     return np.where(moved[0] > 0, np.maximum(seconds - busy.backward * OVERLAP, 0.0) + tail, 0.0)
+
+
+def _exchanged(link: AxisLink, moved_and_count: tuple[Floats, Floats]) -> Floats:
+    moved, count = moved_and_count
+    return link.exchange_seconds(moved, num_calls=count)
+
+
+def _by_node(request: Request, columns: Columns, traffic: Traffic) -> Floats:
+    """Seconds of sums of gradients in codes, inside nodes and between them."""
+    links = node_links(request.cluster, columns)
+    return sum((_exchanged(link, traffic.of(axis)) for axis, link in links.items()), np.zeros(len(columns)))
 
 
 def _update(view: View, busy: BlockSeconds) -> Terms:

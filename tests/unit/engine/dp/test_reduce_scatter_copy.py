@@ -18,7 +18,7 @@ def test_sharding_puts_it_in_place_of_torch_s() -> None:
     build_engine("llama", {"data_parallel": {"zero": 3}})
     assert collectives.foreach_reduce_scatter_copy_in is copy_in.copy_in
     build_engine("llama", {"data_parallel": {"zero": 3}, "kernels": {"gradient_copy": "torch"}})
-    assert collectives.foreach_reduce_scatter_copy_in is copy_in._torch_copy_in
+    assert collectives.foreach_reduce_scatter_copy_in is copy_in.torch_copy_in
     assert "foreach_reduce_scatter_copy_in(" in inspect.getsource(collectives.foreach_reduce), "torch calls it so"
 
 
