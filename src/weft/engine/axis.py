@@ -26,7 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from weft.core.shards import LocalShard
-from weft.engine.objective import Batch, TokenLoss
+from weft.engine.objective import Batch, ShardedLoss
 
 if TYPE_CHECKING:
     from weft.engine.engine import Engine
@@ -46,7 +46,7 @@ class AxisContext:
     row_chunks: int = 1  # the rows of a micro-batch are divided over this many ranks of the axis
     row_chunk: int = 0
     owns_loss: bool = True
-    token_loss: TokenLoss | None = None  # the loss of logits that the axis shards
+    token_loss: ShardedLoss | None = None  # the loss of logits that the axis shards
     activation_layout: Any = None  # where activations are sharded, for dropout; None: never
 
     @classmethod
@@ -133,7 +133,7 @@ class Axes(tuple[AxisContext, ...]):
         return {str(group.group_name): context.axis for context in self for group in context.groups}
 
     @property
-    def token_loss(self) -> TokenLoss | None:
+    def token_loss(self) -> ShardedLoss | None:
         return self._first(lambda context: context.token_loss)
 
     @property
