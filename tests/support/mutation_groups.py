@@ -36,6 +36,7 @@ class Group:
     train: Tables | None = None
     data: Tables | None = None
     router: Tables | None = None
+    objective: Tables | None = None
     num_ranks: int = 2
 
 
@@ -50,7 +51,9 @@ def require_caught(group: Group, corpus: Path, scratch: Path) -> None:
 
 
 def try_in_rank(rank: int, _world: int, group: Group, corpus: str, scratch: str) -> dict[str, Tables]:
-    run = small_run(corpus, model=group.model, train=group.train, data=group.data, router=group.router)
+    run = small_run(
+        corpus, model=group.model, train=group.train, data=group.data, router=group.router, objective=group.objective
+    )
     named = {bug.mutate.__name__: bug.mutate for bug in group.bugs}
     return mutated_verdicts_in_rank(rank, run, group.plan, scratch, named, steps=STEPS)
 

@@ -35,6 +35,7 @@ import weft.train.rate
 import weft.verify.reference
 from weft.data.loader import Loader
 from weft.data.rows import IGNORED
+from weft.verify.plain_objectives import PlainLoss
 
 Bug = AbstractContextManager[None]
 
@@ -286,7 +287,7 @@ def labels_are_smoothed() -> Bug:
             logits.float().flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum", label_smoothing=0.05
         )
 
-    def reference(model: nn.Module, batch: Any) -> torch.Tensor:
+    def reference(_self: Any, model: nn.Module, batch: Any) -> torch.Tensor:
         inputs = {key: value for key, value in batch.items() if key != "labels"}
         logits = model(**inputs, use_cache=False).logits
         return F.cross_entropy(
@@ -295,7 +296,7 @@ def labels_are_smoothed() -> Bug:
 
     return both(
         everywhere(weft.engine.objective, "token_loss_sum", lambda _: engine),
-        everywhere(weft.verify.reference, "token_losses", lambda _: reference),
+        everywhere(PlainLoss, "loss_sum", lambda _: reference),
     )
 
 

@@ -88,6 +88,7 @@ def small_run(
     train: Tables | None = None,
     data: Tables | None = None,
     router: Tables | None = None,
+    objective: Tables | None = None,
 ) -> Tables:
     """The tables of a run of a few thousand weights over `corpus`."""
     settings: Tables = {"steps": 20, "global_batch": 8, "learning_rate": 1e-2, "warmup_steps": 2, "seed": 3}
@@ -96,6 +97,7 @@ def small_run(
         "data": {"source": corpus, "tokenizer": "bytes", "sequence_length": 16, "eval_fraction": 0.2, **(data or {})},
         "train": {**settings, **(train or {})},
         "router": router or {},
+        "objective": objective or {},
     }
 
 

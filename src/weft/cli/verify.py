@@ -52,7 +52,6 @@ def verify(
             run, steps=steps, as_is=as_is, settings=settings or [], as_json=as_json, not_for_servers=(plan, nproc)
         )
     from weft.cli.resolve import plan_tables, require_known_sections, resolve_run
-    from weft.core.objective_rules import require_next_token
     from weft.core.plan import Plan
     from weft.plan.legality import require_legal
     from weft.plan.resolve import resolve
@@ -63,7 +62,6 @@ def verify(
     given = settings or []
     require_known_sections(given)
     spec, source = resolve_run(run, given), str(plan or "the plan")
-    require_next_token(spec, "weft verify")
     tables = plan_tables(plan, given)
     num_ranks = nproc or Plan.from_tables(tables, source=source).num_ranks
     has_too_few = device is DeviceChoice.AUTO and num_gpus() < num_ranks  # then CPU processes

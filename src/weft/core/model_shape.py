@@ -206,6 +206,9 @@ class BlockShape:
         return sum(linear.flops_per_token for linear in self.linears)
 
 
+SCALAR_HEAD = "weft_scalar_head"  # of a config: its model has one output per token
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """All sizes of a model. `order` has one index into `kinds` per block."""
@@ -233,6 +236,7 @@ class ModelShape:
     is_adapted: bool = False  # it has low-rank adapters beside frozen weights
     has_low_base: bool = False  # of them, what is not in codes rests in the compute dtype
     trains_ends: bool = True  # the token table or the head
+    has_scores: bool = False  # the head is one row without bias: a score for each token
     notes: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
@@ -248,7 +252,7 @@ class ModelShape:
             tuple(kind.trained for kind in self.kinds),
             tuple(extra for extra in self.outside if extra.is_trained),
         )
-        ends = {} if self.trains_ends else {"vocab_size": 0, "head_bias": False}
+        ends = {} if self.trains_ends else {"vocab_size": 0, "head_bias": False, "has_scores": False}
         return replace(self, kinds=kinds, outside=outside, **ends)  # type: ignore[arg-type]
 
     @property
@@ -273,6 +277,16 @@ class ModelShape:
     def code_sizes(self) -> tuple[float, ...]:
         """Bytes per weight of matrices in codes, each size once."""
         return tuple(sorted({one.code_bytes for kind in self.kinds for one in kind.linears if one.code_bytes}))
+
+    @cached_property
+    def scored(self) -> ModelShape:
+        """The shape with a scalar head, which nothing is tied to, in place of its own."""
+        return replace(self, has_scores=True, tied_head=False, head_bias=False, has_sharded_head=False)
+
+    @property
+    def num_logits(self) -> int:
+        """Outputs of the head for each token."""
+        return 1 if self.has_scores else self.vocab_size
 
     @property
     def num_layers(self) -> int:
@@ -303,8 +317,8 @@ class ModelShape:
     def head_parameters(self) -> int:
         """Parameters of the output head without a tied token table."""
         width = self.embedding_size or self.hidden_size
-        own = 0 if self.tied_head else self.vocab_size * width
-        return own + (self.vocab_size if self.head_bias else 0)
+        own = 0 if self.tied_head else self.num_logits * width
+        return own + (self.num_logits if self.head_bias else 0)
 
     @cached_property
     def block_parameters(self) -> int:

@@ -11,6 +11,8 @@ from weft.core.run_spec import RunSpec
 
 # keys that a search of plans fixes for an objective of pairs
 FIXED: dict[str, object] = {"mesh.cp": 1, "tensor_parallel.mode": "1d", "kernels.loss": "whole"}
+# for a scalar head, which has no vocabulary to shard
+FIXED_BY_SCORES: dict[str, object] = {**FIXED, "mesh.tp": 1}
 # and for a teacher, which every rank holds
 FIXED_BY_TEACHER: dict[str, object] = {
     **dict.fromkeys(("mesh.cp", "mesh.tp", "mesh.pp", "mesh.ep"), 1),
@@ -53,15 +55,6 @@ def require_verified_optimizer(run: RunSpec) -> None:
         raise NotBuiltError(
             f"weft verify does not know train.optimizer = {run.train.optimizer!r} yet",
             hint="--set train.optimizer=adamw verifies the same layout",
-        )
-
-
-def require_counted(run: RunSpec, verb: str) -> None:
-    """Refuse a verb that does not count a scalar head."""
-    if run.objective.kind == "reward":
-        raise NotBuiltError(
-            f"{verb} does not count the scalar head of objective.kind = 'reward' yet",
-            hint="--set objective.kind=orpo counts the same pairs with an output head",
         )
 
 

@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from weft.checkpoint.parts import ShardTensor
 from weft.core import vocabulary
 from weft.core.errors import MeshError, NotBuiltError, PipelineError
-from weft.core.objective_rules import require_counted
 from weft.core.open_choices import with_update_place
 from weft.core.plan import Compile, Plan
 from weft.core.records import PeakRecord
@@ -65,7 +64,6 @@ def dry_run(
     """
     began_s = time.perf_counter()
     require_legal(plan, run)
-    require_counted(run, "weft dryrun")
     plan = with_update_place(plan, device_type="cuda" if on_gpu else "cpu")
     if not 0 <= rank < plan.num_ranks:
         raise MeshError(f"there is no rank {rank} among {plan.num_ranks}", hint=f"ranks are 0 to {plan.num_ranks - 1}")

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from weft.core.shards import LocalShard
 from weft.engine.activations.slices import Slices, nested
-from weft.engine.objective import Batch, TokenLoss
+from weft.engine.objective import Batch, ShardedLoss
 
 if TYPE_CHECKING:
     from weft.engine.engine import Engine
@@ -47,7 +47,7 @@ class AxisContext:
     row_chunks: int = 1  # the rows of a micro-batch are divided over this many ranks of the axis
     row_chunk: int = 0
     owns_loss: bool = True
-    token_loss: TokenLoss | None = None  # the loss of logits that the axis shards
+    token_loss: ShardedLoss | None = None  # the loss of logits that the axis shards
     activation_layout: Any = None  # where activations are sharded, whatever the rows; None: never
 
     @classmethod
@@ -138,7 +138,7 @@ class Axes(tuple[AxisContext, ...]):
         return {str(group.group_name): context.axis for context in self for group in context.groups}
 
     @property
-    def token_loss(self) -> TokenLoss | None:
+    def token_loss(self) -> ShardedLoss | None:
         return self._first(lambda context: context.token_loss)
 
     def slices_of(self, batch: Batch) -> Slices | None:

@@ -70,6 +70,16 @@ class ModelLoss(Protocol):
 TokenLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (logits, labels) -> the summed loss
 
 
+class ShardedLoss(Protocol):
+    """A `TokenLoss` of logits that are sharded by vocabulary."""
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor, /) -> torch.Tensor: ...
+
+    def of_tokens(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The loss of each token, zero without a label."""
+        ...
+
+
 class CausalLanguageModel:
     """Next-token cross-entropy. Labels are already shifted and carry -100 where there is no loss.
 

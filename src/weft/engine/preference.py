@@ -25,7 +25,7 @@ from torch import nn
 from weft.core.errors import BatchError, NotBuiltError
 from weft.core.objective_spec import ObjectiveSpec
 from weft.core.plan import Plan
-from weft.engine.objective import IGNORED, Batch, StepFigures, TokenLoss, is_hugging_face, logits_of
+from weft.engine.objective import IGNORED, Batch, ShardedLoss, StepFigures, is_hugging_face, logits_of
 
 REFERENCE = "reference_log_probs"  # of a batch: one number per row
 _REWARDS = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy")
@@ -34,7 +34,7 @@ _REWARDS = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accurac
 class RowLogProbs:
     """Log-probabilities of rows, of full logits or of logits that tensor parallelism shards."""
 
-    def __init__(self, model: nn.Module, token_loss: TokenLoss | None) -> None:
+    def __init__(self, model: nn.Module, token_loss: ShardedLoss | None) -> None:
         self._takes_ids_alone = not is_hugging_face(model)
         self._token_loss = token_loss
 
@@ -42,8 +42,7 @@ class RowLogProbs:
         """The sums [rows] over the labels, in float64: margins are small differences of large sums."""
         logits, labels = self._logits(model, batch), batch["labels"]
         if self._token_loss is not None:
-            sums = [self._token_loss(logits[row : row + 1], labels[row : row + 1]) for row in range(len(labels))]
-            return -torch.stack(sums).double()
+            return -self._token_loss.of_tokens(logits, labels).sum(-1, dtype=torch.float64)
         wide = logits if logits.dtype == torch.float64 else logits.float()
         losses = F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="none")
         return -losses.view(labels.shape).sum(-1, dtype=torch.float64)
@@ -72,7 +71,7 @@ class PairObjective:
     figures: StepFigures
     log_probs: RowLogProbs
 
-    def bind(self, model: nn.Module, plan: Plan, token_loss: TokenLoss | None) -> None:
+    def bind(self, model: nn.Module, plan: Plan, token_loss: ShardedLoss | None) -> None:
         """The model and the loss of sharded logits, if tensor parallelism shards them."""
         for has, what in (
             (plan.never_flushes, f"pipeline.schedule = {plan.pipeline.schedule!r}"),
@@ -148,7 +147,7 @@ class PairwiseReward(PairObjective):
         self.spec = spec
         self.figures = StepFigures("tokens", *_REWARDS)
 
-    def bind(self, model: nn.Module, plan: Plan, token_loss: TokenLoss | None) -> None:
+    def bind(self, model: nn.Module, plan: Plan, token_loss: ShardedLoss | None) -> None:
         super().bind(model, plan, token_loss)
         self.log_probs = LastTokenRewards(model, token_loss)
 

@@ -14,19 +14,20 @@ import torch
 from torch import nn
 
 from weft.core.errors import ModelError
+from weft.core.model_shape import SCALAR_HEAD
 
-MARK, SCORE = "weft_scalar_head", "score.weight"
+SCORE = "score.weight"
 
 
 def mark_scalar(config: Any) -> None:
     """Models of this config get a scalar head, which nothing is tied to."""
-    setattr(config, MARK, True)
+    setattr(config, SCALAR_HEAD, True)
     for one in (config, config.get_text_config()):
         one.tie_word_embeddings = False
 
 
 def has_scalar_head(config: Any) -> bool:
-    return bool(getattr(config, MARK, False))
+    return bool(getattr(config, SCALAR_HEAD, False))
 
 
 def replace_head(model: Any) -> None:
@@ -49,7 +50,7 @@ def head_name(model: Any) -> str:
 def classifier_config(config: Any) -> Any:
     """The config of the sequence classifier that an export writes."""
     made = copy.deepcopy(config)
-    delattr(made, MARK)
+    delattr(made, SCALAR_HEAD)
     made.num_labels = 1
     return made
 

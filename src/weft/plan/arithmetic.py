@@ -249,7 +249,7 @@ def _others(view: View, found: Estimate) -> list[Line]:
 def _logits(view: View) -> str:
     is_fused, has_slices = bool(view.columns.fused_loss[0]), int(view.columns.tp[0]) > 1 and view.shape.has_sharded_head
     is_sharded = has_slices and (is_fused or bool(view.columns.loss_parallel[0]))
-    vocab = view.shape.vocab_size / (int(view.columns.tp[0]) if is_sharded else 1)
+    vocab = view.shape.num_logits / (int(view.columns.tp[0]) if is_sharded else 1)
     rows = f"{int(view.tokens[0]):,} tokens x {vocab:,.0f} words"
     if is_fused:
         chunks = int(num_chunks(view)[0])

@@ -13,8 +13,7 @@ from typing import Any, cast, get_args
 from weft import hardware, zoo
 from weft.core.config import parse, read_toml
 from weft.core.errors import BadValueError, ConfigFileError, MeshError, ModelError, PlanError
-from weft.core.model_shape import ModelShape
-from weft.core.objective_rules import require_counted
+from weft.core.model_shape import SCALAR_HEAD, ModelShape
 from weft.core.optimizers import NAMES, OPTIMIZERS, OptimizerKind
 from weft.core.plan import Plan
 from weft.core.plan_checks import DATAPARALLEL_SPREADS, check_consistent
@@ -70,8 +69,6 @@ def ask(
 ) -> Question:
     """The request for this input. Missing values come from run.toml or from usual values, which are reported."""
     shape, run = resolve_model(model)
-    if run is not None:
-        require_counted(run, "weft plan")
     cluster = hardware.cluster(devices, calibration=calibration)
     assumed = []
     if sequence_length is None and run is None:
@@ -227,15 +224,18 @@ def usual_batch(shape: ModelShape, sequence_length: int, *, num_devices: int) ->
 
 def _shape_of_run(run: RunSpec) -> ModelShape:
     spec, adapter = run.model, run.adapter if run.adapter.is_on else None
+    has_scores = spec.head == "scalar"
+    config = {**spec.config, SCALAR_HEAD: True} if has_scores else spec.config
     if spec.type is not None:
-        return _with_tokens(shape_from_type(spec.type, spec.config, adapter=adapter), run)
+        return _with_tokens(shape_from_type(spec.type, config, adapter=adapter), run)
     path = Path(str(spec.path)).expanduser()
     if path.exists():
-        return shape_from_path(path, spec.config, adapter=adapter)
+        return shape_from_path(path, config, adapter=adapter)
     if adapter is not None:
         cached = model_folder(str(spec.path), revision=spec.revision)
-        return shape_from_path(cached, spec.config, name=str(spec.path), adapter=adapter)
-    return replace(_shape_of_name(str(spec.path), spec.config, revision=spec.revision), name=str(spec.path))
+        return shape_from_path(cached, config, name=str(spec.path), adapter=adapter)
+    shape = _shape_of_name(str(spec.path), spec.config, revision=spec.revision)
+    return replace(shape.scored if has_scores else shape, name=str(spec.path))
 
 
 def _shape_of_name(name: str, overrides: Mapping[str, Any], *, revision: str | None) -> ModelShape:

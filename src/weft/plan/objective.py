@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.core.errors import NotBuiltError
-from weft.core.objective_rules import FIXED, FIXED_BY_TEACHER
+from weft.core.objective_rules import FIXED, FIXED_BY_SCORES, FIXED_BY_TEACHER
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 
@@ -17,6 +17,8 @@ def fixed_by(run: RunSpec | None) -> dict[str, Any]:
         return {}
     if run.objective.teacher is not None:
         return dict(FIXED_BY_TEACHER)
+    if run.objective.kind == "reward":
+        return dict(FIXED_BY_SCORES)
     return dict(FIXED) if run.objective.is_of_pairs else {}
 
 

@@ -139,9 +139,14 @@ def _objective(run: RunSpec, parts: TrainParts, plan: Plan, config: Any, *, devi
             f"weft.train(objective=) is given beside objective.kind = {run.objective.kind!r}",
             hint="leave one of them out",
         )
+    return parts.objective or run_objective(run, plan, config, device=device)
+
+
+def run_objective(run: RunSpec, plan: Plan, config: Any, *, device: torch.device) -> Objective | None:
+    """The objective of [objective]; None for the loss of the next token."""
     if run.objective.kind == "distillation":
         return Distillation(run.objective, open_teacher(run, plan, config, device=device))
-    return parts.objective or objective_of(run.objective)
+    return objective_of(run.objective)
 
 
 def prepare_data(run: RunSpec, process: Process, *, is_speaking: bool) -> Corpus:

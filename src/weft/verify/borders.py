@@ -63,6 +63,7 @@ class Borders:
     length: int
     end_of_document: int | None = None  # only with isolated documents
     has_gaps: bool = False  # text has positions without a label, which planted tokens get
+    is_paired: bool = False  # losses are divided by the number of pairs of rows, not of tokens
 
     @cached_property
     def ends(self) -> list[int]:
@@ -115,6 +116,8 @@ class Borders:
         for row in range(self.rows):
             missing[row, _edge_positions((row + step) % EDGE_KINDS, edges, self.length)] = True
         missing[0, : self.length // 2] = True
+        if self.is_paired and step == 0:
+            missing[self.rows // 4 * 2 + 2 :][: self._spare_rows()] = True  # not a whole rank, nor a micro-batch
         if has_empty_half and step == 1:
             missing[: self.rows // 2] = True
         if step == steps - 1:
@@ -129,6 +132,11 @@ class Borders:
         places = (~missing[-1]).nonzero().squeeze(1)
         missing[-1, places[len(places) - fewer :]] = True
         return missing
+
+    def _spare_rows(self) -> int:
+        """Rows that lose all labels, so that 1 / (number of pairs) is far from any bfloat16 number, as above."""
+        pairs = self.rows // 2
+        return 2 * max(range(max(1, pairs // 2)), key=lambda fewer: _rounding_of_scale(pairs - fewer))
 
     def _sequence_edges(self) -> list[int]:
         """First positions of sequence shards, for every degree that divides both the ranks and the length."""

@@ -9,7 +9,7 @@ the first update the two differ only in the order of float32 sums. Only rank 0 c
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from weft.verify.facts import check_dtypes, check_initial, check_replicas, check
 from weft.verify.forward_weights import check_forward_weights
 from weft.verify.layouts import coordinates_of
 from weft.verify.low_update import LowUpdate, check_updates
+from weft.verify.plain_objectives import REFERENCE
 from weft.verify.reference import one_update
 from weft.verify.references import References
 from weft.verify.run_trace import Exercise, RunTrace, Tensors, has_experts
@@ -101,6 +102,7 @@ class Comparison:
             check_rows(self.exercise.batches, found.batches, describe_row=self._rank_of_row, is_stream=self.is_stream),
             check_initial(self.exercise.initial, found.initial, describe_owner=self._owner),
             check_dtypes(found.dtypes),
+            *self._reference(truth, same),
             *(one.check() for one in found.coded),
             check_forward_weights(
                 found.forward_weights, never_flushes=self.plan.never_flushes, describe_rank=self._describe
@@ -129,6 +131,22 @@ class Comparison:
         if self.references.reordered is not None:
             checks.append(self._same_precision(self.references.reordered))
         return checks
+
+    def _reference(self, truth: RunTrace, same: RunTrace) -> list[Check]:
+        """Check the log-probabilities of the reference, row by row: those of the initial weights."""
+        if not truth.row_log_probs:
+            return []
+        right, near = _by_step(truth.row_log_probs), _by_step(same.row_log_probs)
+        rounded = self.references.allowance.is_at_once
+        drifts = {
+            key: tensor_drift(distance=distance_of(right[key], low), norm=norm_of(low), roundoff=self._roundoff())
+            for key, low in near.items()
+        }
+        check, _ = check_tensors(
+            "reference", right, near, _by_step([batch.get(REFERENCE) for batch in self.found.batches]),
+            rule=15, dtype="float32", drifts=drifts if rounded else None,
+        )  # fmt: skip
+        return [check]
 
     def _experts(self, truth: RunTrace, same: RunTrace) -> list[Check]:
         allowed, router = allowed_choices(truth, same), self.exercise.router
@@ -324,8 +342,13 @@ class Comparison:
         return coordinates_of(self.plan, rank)
 
     def _rank_of_row(self, row: int) -> str:
-        return self._describe(row // (self.train.global_batch // self.plan.mesh.dp_degree))
+        rows = len(self.exercise.batches[0]["labels"])
+        return self._describe(row // (rows // self.plan.mesh.dp_degree))
 
     def _owner(self, name: str, row: int) -> str:
         rank = owner_of(self.found.owners.get(name), (row,))
         return f" on {self._describe(rank)}" if rank is not None else ""
+
+
+def _by_step(values: Sequence[torch.Tensor | None]) -> Tensors:
+    return {f"step {step}": value for step, value in enumerate(values, start=1) if value is not None}

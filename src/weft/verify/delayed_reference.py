@@ -21,6 +21,7 @@ from weft.core.plan import Plan
 from weft.models.layout import describe
 from weft.models.pp.split import split_model
 from weft.verify.eight_bit import round_moments
+from weft.verify.plain_objectives import REFERENCE, plain_loss
 from weft.verify.plain_optimizers import plain_optimizer, set_rate
 from weft.verify.reference import (
     add_gradients,
@@ -32,6 +33,7 @@ from weft.verify.reference import (
     on_host,
     prepare,
     states_of,
+    with_reference,
 )
 from weft.verify.run_trace import Batch, BatchSplit, Exercise, ReferencePrecision, RunTrace, Tensors
 
@@ -130,15 +132,24 @@ class _DelayedRun:
         self._trained = {name: master for name, master in self._masters.items() if master.requires_grad}
         self._optimizer = plain_optimizer(self._trained, exercise.train, is_fused=split.is_reordered)
         self._versions: list[Tensors] = [self._snapshot()]  # since the last restart
+        self._objective = plain_loss(exercise.objective, compute=precision.compute, device=self._device)
         self._trace = RunTrace(initial=exercise.initial)
 
     def run(self) -> RunTrace:
         exercise, trace = self._exercise, self._trace
-        evaluation = [moved(batch, self._device) for batch in exercise.evaluation]
+        batches, evaluation = (
+            [moved(one, self._device) for one in of] for of in (exercise.batches, exercise.evaluation)
+        )
+        if self._objective.has_reference:
+            copy_weights(self._model, self._masters, self._aliases)
+            batches, evaluation = (
+                [with_reference(self._model, one, self._split) for one in of] for of in (batches, evaluation)
+            )
+            trace.row_log_probs = [on_host(batch)[REFERENCE] for batch in batches]
         norms: list[float] = []
-        for step, batch in enumerate(exercise.batches):
+        for step, batch in enumerate(batches):
             set_rate(self._optimizer, exercise.rates[step])
-            loss, squares = self._step(step, moved(batch, self._device))
+            loss, squares = self._step(step, batch)
             norms.append((sum(squares) / len(squares)) ** 0.5)
             trace.losses.append(loss)
             reported = step if step in exercise.undelayed else step - self._delay.norm_delay_steps
@@ -151,7 +162,7 @@ class _DelayedRun:
                     copy_weights(self._model, self._masters, self._aliases)
                 else:
                     self._read(is_undelayed=step in exercise.undelayed)
-                trace.eval_losses.append(evaluate(self._model, evaluation))
+                trace.eval_losses.append(evaluate(self._model, evaluation, self._objective))
             if step in exercise.restarts:
                 self._versions = [self._snapshot()]
         trace.weights = on_host(self._masters)
@@ -160,7 +171,7 @@ class _DelayedRun:
 
     def _step(self, step: int, batch: Batch) -> tuple[float, list[float]]:
         """Run one step; return its mean token loss and the squared norms of its updates."""
-        count_of_step = _count(batch["labels"])
+        count_of_step = self._objective.count(batch["labels"])
         total, squares, is_undelayed = 0.0, [], step in self._exercise.undelayed
         is_each = self._delay.is_each and not is_undelayed
         parts = list(self._delay.microbatches(batch["labels"].shape[0]))
@@ -168,7 +179,7 @@ class _DelayedRun:
             if is_each or index == 0:
                 self._read(is_undelayed=is_undelayed)
             rows = torch.cat([batch["labels"][part.start : part.stop] for part in parts[index]])
-            count = _count(rows) if is_each else count_of_step
+            count = self._objective.count(rows) if is_each else count_of_step
             total += sum(
                 add_gradients(
                     self._model,
@@ -180,6 +191,7 @@ class _DelayedRun:
                     self._aliases,
                     step=step,
                     count=count,
+                    objective=self._objective,
                 )
                 for part in (reversed(parts[index]) if self._split.is_reordered else parts[index])
             )
@@ -216,7 +228,3 @@ class _DelayedRun:
 
     def _snapshot(self) -> Tensors:
         return {name: master.detach().clone() for name, master in self._masters.items()}
-
-
-def _count(labels: torch.Tensor) -> int:
-    return max(1, int((labels != -100).sum()))

@@ -30,6 +30,7 @@ from weft.models.adapter.targets import is_router
 from weft.models.build import build_config
 from weft.models.layout import describe
 from weft.models.matrices import matrix_names
+from weft.models.scalar_head import has_scalar_head
 from weft.train.rate import learning_rate_at
 from weft.verify.borders import Borders
 from weft.verify.low_update import FIRST, SECOND
@@ -72,10 +73,11 @@ class Subject:
         """The planted cases, the same for every plan of `num_ranks`."""
         data = self.run.data
         return Borders(
-            vocab_size=_vocab_size(self.skeleton(), self.corpus.vocab_size),
+            vocab_size=_vocab_size(self.skeleton(), self.corpus.vocab_size, has_scores=has_scalar_head(self.config)),
             num_ranks=self.num_ranks,
-            rows=self.run.train.global_batch,
+            rows=self.run.train.global_batch * self.run.objective.rows_per_sample,
             length=data.sequence_length,
+            is_paired=self.run.objective.is_of_pairs,
             end_of_document=self.corpus.end_of_document if data.isolate_documents else None,
             has_gaps=data.row_packing != "concatenate" or self.training.has_mask,
         )
@@ -127,6 +129,7 @@ def global_exercise(subject: Subject, *, rates: Sequence[float], clip_norm: floa
         initial=subject.initial(),
         frozen=_frozen(subject),
         rests_low=_resting_low(subject),
+        objective=subject.run.objective,
         batches=training_batches(subject, steps=len(rates)),
         rates=rates,
         evaluation=evaluation_batches(subject),
@@ -152,6 +155,7 @@ def loop_exercise(
         initial=subject.initial(),
         frozen=_frozen(subject),
         rests_low=_resting_low(subject),
+        objective=subject.run.objective,
         batches=[loader.batch(step * rows) for step in range(steps)],
         rates=[learning_rate_at(train, step + 1) for step in range(steps)],
         evaluation=evaluation,
@@ -170,10 +174,10 @@ def training_batches(
 ) -> list[dict[str, torch.Tensor]]:
     """This rank's rows of every step."""
     loader = subject.loader(dp_rank=dp_rank, dp_degree=dp_degree)
-    rows = subject.run.train.global_batch
-    first_row = dp_rank * (rows // dp_degree)
+    samples = subject.run.train.global_batch
+    first_row = dp_rank * (subject.borders.rows // dp_degree)
     return [
-        planted.into(loader.batch(step * rows), first_row=first_row)
+        planted.into(loader.batch(step * samples), first_row=first_row)
         for step, planted in enumerate(subject.borders.training(steps=steps))
     ]
 
@@ -181,18 +185,17 @@ def training_batches(
 def evaluation_batches(subject: Subject, *, dp_rank: int = 0, dp_degree: int = 1) -> list[dict[str, torch.Tensor]]:
     """Held-out batches, at least two, that cover every vocabulary row; the second has an empty tail."""
     loader = subject.loader(evaluation=True, dp_rank=dp_rank, dp_degree=dp_degree)
-    rows = subject.run.train.global_batch
-    first_row = dp_rank * (rows // dp_degree)
-    positions = [at for at in (0, rows) if loader.has_batch(at)]
+    first_row = dp_rank * (subject.borders.rows // dp_degree)
+    positions = [at for at in (0, subject.run.train.global_batch) if loader.has_batch(at)]
     return [
         planted.into(loader.batch(at), first_row=first_row)
         for at, planted in zip(itertools.cycle(positions), subject.borders.evaluation(), strict=False)
     ]
 
 
-def _vocab_size(model: Any, known: int) -> int:
-    """Rows that both the embedding and the head have; `known` if the model has neither."""
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+def _vocab_size(model: Any, known: int, *, has_scores: bool) -> int:
+    """Rows that both the embedding and the head have; `known` if the model has neither. Heads of scores have none."""
+    ends = [model.get_input_embeddings(), *([] if has_scores else [model.get_output_embeddings()])]
     sizes = [int(end.weight.shape[0]) for end in ends if getattr(end, "weight", None) is not None]
     return min(sizes, default=known)
 
@@ -254,15 +257,16 @@ def at_rest(exercise: Exercise, precision: ReferencePrecision) -> Exercise:
     return replace(exercise, initial={name: value.bfloat16() for name, value in exercise.initial.items()})
 
 
-def plan_split(plan: Plan, train: TrainSpec) -> BatchSplit:
+def plan_split(plan: Plan, run: RunSpec) -> BatchSplit:
     """The rows of one micro-batch of one rank."""
-    rows = train.global_batch // (plan.mesh.dp_degree * plan.pipeline.microbatches)
-    return BatchSplit(chunk_rows=max(1, rows), unties=plan.mesh.pp > 1)
+    samples = max(1, run.train.global_batch // (plan.mesh.dp_degree * plan.pipeline.microbatches))
+    return BatchSplit(chunk_rows=samples * run.objective.rows_per_sample, unties=plan.mesh.pp > 1)
 
 
-def joint_split(plan: Plan, train: TrainSpec) -> BatchSplit:
+def joint_split(plan: Plan, run: RunSpec) -> BatchSplit:
     """The rows of one micro-batch of all ranks: the input of a forward that changes buffers."""
-    rows = max(1, train.global_batch // plan.pipeline.microbatches)
+    samples = max(1, run.train.global_batch // plan.pipeline.microbatches)
+    rows = samples * run.objective.rows_per_sample
     return BatchSplit(chunk_rows=rows, ranks=plan.mesh.dp_degree, unties=plan.mesh.pp > 1)
 
 

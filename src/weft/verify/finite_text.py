@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,6 +28,15 @@ class FiniteText:
     def tail(self) -> int:
         """Rows of the last, partial batch."""
         return max(1, self.rows // 2)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens with a loss, by step of one epoch."""
+        return [self.rows * self.length, self.tail * self.length]
+
+    @property
+    def data(self) -> dict[str, Any]:
+        return {"format": "text"}
 
     def write(self, folder: Path) -> None:
         """Write the two documents; the split decides which one is held out."""

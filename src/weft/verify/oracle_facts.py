@@ -32,6 +32,7 @@ from weft.train.folder.run_folder import RunFolder
 from weft.verify.exercise import CPU, Subject, plan_precision, plan_split
 from weft.verify.oracle import CorpusFacts, LoopFacts, RankShare, RunFacts, Saved
 from weft.verify.references import References
+from weft.zoo.hub import model_folder
 
 KEPT, SMALL = 8, 5_000_000  # cached checkpoints of models below SMALL elements; larger ones are cached one at a time
 
@@ -42,8 +43,11 @@ def collect_facts(run: RunSpec, loop_run: RunSpec, plan: Plan, folder: Path, exp
     names = list(describe(subject.skeleton()).unit_of)
     source: Any = initial_weights(subject.run, subject.config, device=subject.device)
     initial = {name: read(()).to(CPU, copy=True) for name, read in source.readers(names)}
+    tables = run.model_dump(mode="json")
+    if run.objective.teacher is not None:
+        tables["objective"]["teacher"] = str(model_folder(run.objective.teacher, weights=True))
     return RunFacts(
-        run=run.model_dump(mode="json"),
+        run=tables,
         loop_run=loop_run.model_dump(mode="json"),
         config=subject.config,
         initial=initial,
@@ -125,7 +129,7 @@ def _loop(run: RunSpec, plan: Plan, folder: Path, export: Path, references: Refe
         has_coded_sums=precision.has_codes,
         rounded_states=_why_rounded(run, policy),
         is_delayed=plan.has_delayed_updates,
-        chunk_rows=plan_split(plan, run.train).chunk_rows,
+        chunk_rows=plan_split(plan, run).chunk_rows,
     )
 
 

@@ -37,6 +37,7 @@ from weft.verify.low_update import round_low
 from weft.verify.near_ties import evaluation_swing
 from weft.verify.plain_codes import rounded_like
 from weft.verify.plain_experts import PlainExperts
+from weft.verify.plain_objectives import REFERENCE, PlainLoss, logits_of, plain_loss, row_log_probs
 from weft.verify.plain_optimizers import PlainAverage, plain_optimizer, set_rate
 from weft.verify.rank_sums import RankSums
 from weft.verify.router_reference import RouterReference, compute_in_float32
@@ -71,19 +72,25 @@ def run_reference(
     optimizer = plain_optimizer(trainable, exercise.train, is_fused=split.is_reordered, matrices=exercise.matrices)
     average = PlainAverage(trainable, exercise.train.ema_decay)
     trace, sums = RunTrace(initial=exercise.initial), RankSums(trainable, precision)
+    objective, batches = plain_loss(exercise.objective, compute=precision.compute, device=device), exercise.batches
+    if objective.has_reference:
+        copy_weights(model, masters, aliases, gather=precision.gather)
+        batches = [with_reference(model, moved(batch, device), split) for batch in batches]
+        evaluation = [with_reference(model, batch, split) for batch in evaluation]
+        trace.row_log_probs = [on_host(batch)[REFERENCE] for batch in batches]
     buffers = on_host(dict(model.named_buffers()))
 
     def evaluate_at(weights: Mapping[str, torch.Tensor]) -> float:
         copy_weights(model, weights, aliases, gather=precision.gather)
-        return evaluate(model, evaluation)
+        return evaluate(model, evaluation, objective)
 
-    for step, batch in enumerate(exercise.batches):
+    for step, batch in enumerate(batches):
         set_rate(optimizer, exercise.rates[step])
         copy_weights(model, masters, aliases, gather=precision.gather)
         experts.sequence_length = batch["labels"].shape[1]
         loss, exact = _backward(
             model, trainable, moved(batch, device), exercise, precision, split, aliases,
-            sums=sums, step=step, router=router
+            sums=sums, step=step, router=router, objective=objective,
         )  # fmt: skip
         if step == 0:
             trace.first_gradients = on_host(exact or gradients_of(trainable))
@@ -182,10 +189,11 @@ def _backward(
     sums: RankSums,
     step: int,
     router: RouterReference,
+    objective: PlainLoss,
 ) -> tuple[float, Tensors]:
-    """Add the gradients of the mean token loss to the masters; return the loss, and gradients before they were rounded
-    on their way, if they were."""
-    count = max(1, int((batch["labels"] != -100).sum()))
+    """Add the gradients of the mean loss to the masters; return the loss, and gradients before they were rounded on
+    their way, if they were."""
+    count = objective.count(batch["labels"])
     rows = batch["labels"].shape[0]
     if split.ranks > 1:  # each rank's rows of the first micro-batch, then of the second, …
         num_chunks = rows // split.chunk_rows
@@ -197,7 +205,7 @@ def _backward(
     for begin in reversed(begins) if split.is_reordered else begins:
         total += add_gradients(
             model, trainable, batch, range(begin, min(rows, begin + split.chunk_rows)), exercise, precision,
-            aliases, step=step, count=count, router=router,
+            aliases, step=step, count=count, router=router, objective=objective,
         )  # fmt: skip
         sums.finish_chunk()
     sums.finish()
@@ -219,6 +227,7 @@ def add_gradients(
     *,
     step: int,
     count: int,
+    objective: PlainLoss,
     router: RouterReference | None = None,
 ) -> float:
     """Add the gradients of (summed loss of `rows`) / `count` to the masters; return the summed loss."""
@@ -232,7 +241,7 @@ def add_gradients(
         num_rows=chunk["labels"].shape[0],
         is_random=uses_randomness(model),
     ):
-        loss_sum = token_losses(model, chunk)
+        loss_sum = objective.loss_sum(model, chunk)
     late: LateDivision | None = getattr(model, "late_division", None)
     scale = precision.loss_scale / count
     if late is not None:
@@ -248,24 +257,26 @@ def add_gradients(
     return loss_sum.item()
 
 
-def token_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The summed loss of the rows, in float32 or better."""
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
-    # With a cache (the default) Hugging Face models ignore document boundaries in position_ids.
-    logits = model(**inputs, use_cache=False).logits
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten(), ignore_index=-100, reduction="sum")
-
-
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Sequence[Batch]) -> float:
+def evaluate(model: nn.Module, batches: Sequence[Batch], objective: PlainLoss) -> float:
     model.eval()
     fallback_of(model).finish()
     delayed_of(model).finish()
-    count = sum(int((batch["labels"] != -100).sum()) for batch in batches)
-    total = sum(token_losses(model, batch).item() for batch in batches)
+    count = objective.count(torch.cat([batch["labels"] for batch in batches])) if batches else 1
+    total = sum(objective.loss_sum(model, batch).item() for batch in batches)
     model.train()
-    return total / max(1, count)
+    return total / count
+
+
+@torch.no_grad()
+def with_reference(model: nn.Module, batch: Batch, split: BatchSplit) -> Tensors:
+    """The batch with the log-probabilities of its rows by the weights that the model has, in the chunks of training."""
+    model.eval()
+    rows, size = batch["labels"].shape[0], split.chunk_rows
+    parts = [{key: value[at : at + size] for key, value in batch.items()} for at in range(0, rows, size)]
+    found = torch.cat([row_log_probs(logits_of(model, part), part["labels"]) for part in parts])
+    model.train()
+    return {**batch, REFERENCE: found}
 
 
 def prepare(model: nn.Module, precision: ReferencePrecision, split: BatchSplit) -> tuple[nn.Module, Aliases]:

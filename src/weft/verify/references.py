@@ -71,7 +71,7 @@ class ReferenceCache:
 
     def first_step(self, name: str, subject: Subject, make: Callable[[], Exercise], plan: Plan) -> RunTrace:
         """The first step alone, in the plan's precision and batch split."""
-        exercise, split = self.exercise(name, make), plan_split(plan, subject.run.train)
+        exercise, split = self.exercise(name, make), plan_split(plan, subject.run)
         precision = self._precision(name, subject, exercise, plan)
         exercise = at_rest(exercise, precision)
         one = replace(exercise, batches=exercise.batches[:1], rates=exercise.rates[:1], evaluation=())
@@ -86,7 +86,7 @@ class ReferenceCache:
         """`tight` adds the reordered run in low precision."""
         if not self._is_main:
             return References()
-        exercise, split = self.exercise(name, make), plan_split(plan, subject.run.train)
+        exercise, split = self.exercise(name, make), plan_split(plan, subject.run)
         precision = self._precision(name, subject, exercise, plan)
         exercise = at_rest(exercise, precision)
         begins = f"in {precision.compute}" if precision.rounds_weights or exercise.rests_low else ""
@@ -111,19 +111,20 @@ class ReferenceCache:
             return replace(found, first_gradients=exact.first_gradients)
 
         if trace(TRUTH, split).buffers:
-            split = joint_split(plan, subject.run.train)
+            split = joint_split(plan, subject.run)
         return References(
             truth=trace(TRUTH, split),
             same=own(split),
             reordered=own(replace(split, is_reordered=True)) if tight and precision.is_low else None,
-            allowance=_allowance(plan, precision, routes=has_experts(exercise)),
+            allowance=_allowance(plan, precision, exercise),
         )
 
 
-def _allowance(plan: Plan, precision: ReferencePrecision, *, routes: bool) -> RoundingAllowance:
+def _allowance(plan: Plan, precision: ReferencePrecision, exercise: Exercise) -> RoundingAllowance:
     """The allowance of plans that round differently from one process from the first step on. bfloat16 gradients are
     summed over micro-batches in bfloat16: rounded terms, as in tensor parallelism, or as sums over experts."""
-    along = ROUTED_ALONG if routes else ALONG_SHARE
+    along = ROUTED_ALONG if has_experts(exercise) else ALONG_SHARE
+    has_own_loss = precision.divides_last or exercise.objective.reads_logits  # of another softmax than the reference's
     if precision.has_float8:  # another order of a float32 sum makes an operand round the other way
         return rounded_terms("float8_e4m3fn", along=along)
     is_float32, compute = precision.compute == precision.master, str(precision.compute).removeprefix("torch.")
@@ -134,4 +135,4 @@ def _allowance(plan: Plan, precision: ReferencePrecision, *, routes: bool) -> Ro
         not is_float32 and (max(plan.mesh.tp, plan.mesh.cp, plan.mesh.ep) > 1 or plan.compile.enabled)
     ):
         return rounded_terms(compute, along=along)
-    return flipped_terms(compute) if not is_float32 and precision.divides_last else RoundingAllowance()
+    return flipped_terms(compute) if not is_float32 and has_own_loss else RoundingAllowance()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from weft.core.float8_section import Float8Choice, Float8Recipe
+from weft.core.objective_spec import ObjectiveSpec
 from weft.core.run_spec import RouterSpec, TrainSpec
 
 Tensors = dict[str, torch.Tensor]
@@ -90,6 +91,7 @@ class RunTrace:
     bias_loads: list[Tensors] = field(default_factory=list)  # by step and bias: choices of experts that moved it
     choices: list[Tensors] = field(default_factory=list)  # by step and module of experts; of references alone
     drops: list[dict[str, int]] = field(default_factory=list)  # by step and module: choices over capacity
+    row_log_probs: list[torch.Tensor] = field(default_factory=list)  # of each step's rows by the initial weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +112,7 @@ class Exercise:
     undelayed: frozenset[int] = frozenset()
     router: RouterSpec = field(default_factory=RouterSpec)
     matrices: frozenset[str] = frozenset()  # parameters that muon makes orthogonal
+    objective: ObjectiveSpec = field(default_factory=ObjectiveSpec)
 
 
 def has_experts(exercise: Exercise) -> bool:

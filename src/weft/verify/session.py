@@ -24,10 +24,13 @@ from weft.core.tensor_grid import row_chunks
 from weft.engine.activations import kept_tensors
 from weft.engine.engine import Engine
 from weft.engine.optim.optimizers import OptimizerPolicy
+from weft.engine.preference import REFERENCE
+from weft.engine.reference import row_log_probs
 from weft.engine.router.apply import with_router_of
 from weft.models.adapter.build import initial_weights
 from weft.plan.legality import is_legal
 from weft.schedule import Calls
+from weft.train.build import run_objective
 from weft.train.ranks.process import Process
 from weft.train.rate import learning_rate_at
 from weft.verify.borders import check_reach
@@ -196,16 +199,26 @@ class Session:
         exact = self._exact_gradients(plan) if plan.precision.policy().has_coded_sums or plan.coded_gather else {}
         with self.engine(plan) as engine:
             share = {"dp_rank": engine.topology.dp_rank, "dp_degree": engine.topology.dp_degree}
-            batches = training_batches(self.subject, steps=self.steps, **share)
-            found = collect(engine, batches, self._rates, evaluation_batches(self.subject, **share))
+            batches = self._batches(engine)
+            evaluation = [self._with_reference(engine, one) for one in evaluation_batches(self.subject, **share)]
+            found = collect(engine, batches, self._rates, evaluation)
         found.exact_gradients = exact
         return found
 
     def _exact_gradients(self, plan: Plan) -> Tensors:
         """First gradients that travel in float32 through the collectives of codes."""
         with without_rounding(), self.engine(plan) as engine:
-            share = {"dp_rank": engine.topology.dp_rank, "dp_degree": engine.topology.dp_degree}
-            return first_gradients(engine, training_batches(self.subject, steps=self.steps, **share)[0])
+            return first_gradients(engine, self._batches(engine, count=1)[0])
+
+    def _batches(self, engine: Engine, *, count: int | None = None) -> list[dict[str, torch.Tensor]]:
+        """This rank's rows of the first steps, with what the run's objective adds. `engine` has the initial weights."""
+        share = {"dp_rank": engine.topology.dp_rank, "dp_degree": engine.topology.dp_degree}
+        batches = training_batches(self.subject, steps=self.steps, **share)[:count]
+        return [self._with_reference(engine, batch) for batch in batches]
+
+    def _with_reference(self, engine: Engine, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        has_reference = self.subject.run.objective.has_reference
+        return {**batch, REFERENCE: row_log_probs(engine, batch)} if has_reference else batch
 
     def engine(self, plan: Plan) -> Engine:
         subject = self.subject
@@ -216,6 +229,7 @@ class Session:
             skeleton,
             plan,
             optimizer=OptimizerPolicy.of(subject.run.train),
+            objective=run_objective(subject.run, plan, subject.config, device=self.device),
             seed=subject.run.train.seed,
             clip_norm=self.clip_norm,
             frozen=subject.run.train.frozen,
@@ -259,17 +273,19 @@ class Session:
 
     def _prediction(self, plan: Plan, found: Evidence) -> Check:
         with self.engine(plan) as engine:
-            share = {"dp_rank": engine.topology.dp_rank, "dp_degree": engine.topology.dp_degree}
-            batches = training_batches(self.subject, steps=self.steps, **share)[:MEASURED_STEPS]
             return check_prediction(
-                engine, batches, self.subject.run, plan, found.coverage, num_untrained=_num_untrained(found)
+                engine,
+                self._batches(engine, count=MEASURED_STEPS),
+                self.subject.run,
+                plan,
+                found.coverage,
+                num_untrained=_num_untrained(found),
             )
 
     def _first_step(self, plan: Plan, *, is_chunked: bool) -> tuple[float, float]:
         chunks = short_chunks(self.subject.borders.vocab_size) if is_chunked else nullcontext()
         with chunks, self.engine(plan) as engine:
-            share = {"dp_rank": engine.topology.dp_rank, "dp_degree": engine.topology.dp_degree}
-            record = engine.step(training_batches(self.subject, steps=self.steps, **share)[0])
+            record = engine.step(self._batches(engine, count=1)[0])
             return record.loss, record.grad_norm
 
     def _anyone_wrong(self, checks: list[Check]) -> bool:

@@ -26,6 +26,7 @@ RULES = {
     12: "code shared by all layouts (model, loss, update, schedule, data, export) agrees with torch and transformers",
     13: "choices of experts are counted once, over the global batch; biases follow the counts, alike on all ranks",
     14: "all copies of a parameter compute with equal weights",
+    15: "a reference is of the initial weights, row by row",
     10: "servers hold the rows of one process: every update once, weighted by its samples, in a known order",
 }
 

@@ -20,6 +20,7 @@ from weft.checkpoint.layout import step_path
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.engine.state import MODEL, OPTIMIZER
+from weft.models.scalar_head import SCORE, head_name
 from weft.train.export import export_run
 from weft.train.folder.run_folder import RunFolder
 from weft.train.job import Job
@@ -27,6 +28,7 @@ from weft.train.ranks.process import Process
 from weft.train.worker import run_job
 from weft.verify.checks import check_same_bits, check_scalars, check_tensors
 from weft.verify.exercise import Subject, loop_exercise
+from weft.verify.finite_pairs import FinitePairs
 from weft.verify.finite_text import EVAL_FRACTION, FiniteText
 from weft.verify.layouts import other_layout, plan_name
 from weft.verify.oracle import Oracle
@@ -130,7 +132,8 @@ class WholeRuns:
     def check_finite_data(self, plan: Plan) -> list[Check]:
         """Check one epoch over a text that does not divide: every row once, all ranks end together, the partial batch
         is weighted by its tokens; and the loop's evaluations of held-out rows, which do not divide either."""
-        text = FiniteText(rows=self._run.train.global_batch, length=self._run.data.sequence_length)
+        make = FinitePairs if self._run.objective.is_of_pairs else FiniteText
+        text = make(rows=self._run.train.global_batch, length=self._run.data.sequence_length)
         source = self._scratch / "finite"
         if self._process.is_main:
             text.write(source)
@@ -138,9 +141,10 @@ class WholeRuns:
         run = self._with(
             data={
                 "source": str(source), "tokenizer": "bytes", "epochs": 1, "eval_fraction": EVAL_FRACTION,
-                "format": "text", "packing": None, "truncation": None, "chat_template": None, "train_on": None,
-                "isolate_documents": self._run.data.isolates,
+                "packing": None, "truncation": None, "chat_template": None, "train_on": None,
+                "isolate_documents": self._run.data.isolates, **text.data,
             },
+            model=self._with_vocabulary(),
             train={"steps": 10, "clip_norm": LOOSE_CLIP if self._run.train.clip_norm > 0 else 0.0},
             checkpoint={"every": 0, "at_end": False},
             evaluation={"every": 1, "batches": 3},
@@ -149,7 +153,7 @@ class WholeRuns:
         if not self._process.is_main:
             return []
         records = RunFolder(folder).metrics.read()
-        expected = [text.rows * text.length, text.tail * text.length]
+        expected = text.tokens
         found = [record.tokens for record in records]
         if found != expected:
             finding = Finding(rule=3, expected=f"tokens per step {expected}", found=str(found))
@@ -157,7 +161,7 @@ class WholeRuns:
         trace = RunTrace(losses=[record.loss for record in records], norms=[record.grad_norm for record in records])
         references = self._references("finite", run, plan, folder, steps=len(expected), text=text)
         check = self._against("finite data", references, trace, self._skipped(folder))
-        detail = f"{len(expected)} steps, the last with {expected[1]} of {expected[0]} tokens"
+        detail = f"{len(expected)} steps, the last with {expected[-1]} of {expected[0]} tokens"
         data = Check.passed("finite data", detail, margin=check.margin) if check.ok else check
         return [data, _check_evaluations(references, [record.eval_loss for record in records])]
 
@@ -170,7 +174,7 @@ class WholeRuns:
         *,
         steps: int,
         undelayed: frozenset[int] = frozenset(),
-        text: FiniteText | None = None,
+        text: FiniteText | FinitePairs | None = None,
     ) -> References:
         """One-process runs over the loop's batches and the held-out rows of `text`. Steps that float16 skipped are
         skipped there too."""
@@ -280,11 +284,15 @@ class WholeRuns:
     def _export(self, folder: Path, weights: Mapping[str, torch.Tensor]) -> Check:
         if not self._process.is_main:
             return Check.passed("export", "")
-        from transformers import AutoModelForCausalLM
+        import transformers
 
-        out = _export_of(folder)
+        out, is_reward = _export_of(folder), self._run.objective.kind == "reward"
         export_run(folder, out)
-        loaded = AutoModelForCausalLM.from_pretrained(str(out), dtype=torch.float32, trust_remote_code=False)
+        kind = "AutoModelForSequenceClassification" if is_reward else "AutoModelForCausalLM"
+        loaded = getattr(transformers, kind).from_pretrained(str(out), dtype=torch.float32, trust_remote_code=False)
+        if is_reward:
+            head = head_name(Subject.open(self._run).skeleton())
+            weights = {SCORE if name == head else name: value for name, value in weights.items()}
         named = dict(loaded.named_parameters())
         adapter = self._run.adapter
         plain = AdaptedPlainModel(loaded.config, adapter.model_dump()) if adapter.is_on else None
@@ -305,6 +313,13 @@ class WholeRuns:
         for section, values in sections.items():
             tables[section].update(values)
         return RunSpec.from_tables(tables)
+
+    def _with_vocabulary(self) -> dict[str, Any]:
+        """[model] with the vocabulary of a teacher, which the tokenizer of other data would change."""
+        if self._run.objective.teacher is None:
+            return {}
+        size = Subject.open(self._run).config.get_text_config().vocab_size
+        return {"config": {**self._run.model.config, "vocab_size": size}}
 
     def _train(self, run: RunSpec, plan: Plan, folder: Path, *, resume: bool = False) -> Path:
         device: Any = self._device.type

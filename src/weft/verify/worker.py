@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from weft.core.errors import PipelineError, TensorParallelError
-from weft.core.objective_rules import require_next_token, require_verified_optimizer
+from weft.core.objective_rules import require_verified_optimizer
 from weft.core.plan import Plan
 from weft.core.router_rules import with_capacity
 from weft.core.run_spec import RunSpec
@@ -27,6 +28,7 @@ from weft.verify.request import VerifyRequest
 from weft.verify.session import Session
 from weft.verify.shrink import shrink
 from weft.verify.small_mixture import shrink_mixture
+from weft.verify.small_teacher import with_small_teacher
 from weft.verify.verdict import Verdict
 
 _PATH_BYTES = 1024
@@ -34,7 +36,6 @@ _PATH_BYTES = 1024
 
 def run_request(request: VerifyRequest, *, progress: Callable[[str, str], None] | None = None) -> list[Verdict]:
     """Verify every plan of the request; the verdicts are meaningful on rank 0. Collective."""
-    require_next_token(request.run, "weft verify")
     require_verified_optimizer(request.run)
     for plan in request.plans:
         require_legal(plan, request.run)  # shrinking must not make a run legal
@@ -65,8 +66,10 @@ def _verify_all(
 ) -> list[Verdict]:
     sessions: dict[str, Session] = {}
     verdicts = []
+    request, taught = _with_small_teacher(request, process, scratch)
     for asked in request.plans:
         run, plan, changes = _small_run(request, asked)
+        changes += taught
         run = run.model_copy(update={"router": with_capacity(run.router, plan)})
         key = run.to_toml()
         if key not in sessions:
@@ -81,6 +84,15 @@ def _verify_all(
                     raise
                 report(f"left out: {error}")  # one plan of many: every rank raises the same before it trains
     return verdicts
+
+
+def _with_small_teacher(request: VerifyRequest, process: Process, scratch: Path) -> tuple[VerifyRequest, list[str]]:
+    if request.as_is:
+        return request, []
+    run, changes = with_small_teacher(request.run, scratch / "teacher", is_writer=process.is_main)
+    if process.world_size > 1:
+        dist.barrier()  # rank 0 writes the folder that all read
+    return dataclasses.replace(request, run=run), changes
 
 
 def _small_run(request: VerifyRequest, plan: Plan) -> tuple[RunSpec, Plan, list[str]]:

@@ -125,5 +125,5 @@ def test_what_a_scalar_head_cannot_do_is_refused(tmp_path: Path) -> None:
     run = RunSpec.from_tables(run_tables(write_pairs(tmp_path / "pairs.jsonl"), settings()))
     with pytest.raises(NotBuiltError, match="no vocabulary to shard"):
         require_legal(Plan.from_tables({"mesh": {"tp": 2}}), run)
-    with pytest.raises(NotBuiltError, match="does not count the scalar head"):
-        estimate_plan(run, Plan.from_tables({}), "1xH100-80GB")
+    with pytest.raises(NotBuiltError, match=r"mesh.tp = 2"):
+        estimate_plan(run, Plan.from_tables({"mesh": {"tp": 2}}), "2xH100-80GB")

@@ -15,8 +15,9 @@ from weft.engine.mesh import Topology
 from weft.engine.tp.activation_layout import ActivationLayout
 from weft.engine.tp.chunked_loss import HeadShard
 from weft.engine.tp.context import TPContext
+from weft.engine.tp.cross_entropy import VocabularyLoss
 from weft.engine.tp.grid import TP_GROUP, Grid, build_grid
-from weft.engine.tp.one_d import apply_one_d, num_tokens, vocabulary_loss
+from weft.engine.tp.one_d import apply_one_d, num_tokens
 from weft.engine.tp.one_d_shards import one_d_shards, repeats
 from weft.engine.weights.local_shards import shard_parameters
 from weft.models.layout import ModelLayout
@@ -60,13 +61,16 @@ def apply_tensor_parallel(
     is_loss_sharded = policy.loss_parallel and tensors.head is not None and not keep_logits_full
     apply_one_d(model, layout, tensors, grid, activations, loss_parallel=is_loss_sharded)
     head = _head_shard(model, layout, tensors, shards, grid) if tensors.head is not None else None
+    loss = None
+    if head is not None and is_loss_sharded:
+        loss = VocabularyLoss(first_token=head.first_token, group=grid.group(TP_GROUP))
     return TPContext(
         grid=grid,
         shards=shards,
         replicated_reasons=tensors.replicated,
         layout=tensors,
         activation_layout=activations,
-        token_loss=vocabulary_loss(grid, first_token=head.first_token) if head and is_loss_sharded else None,
+        token_loss=loss,
         head=head,
         owns_loss=grid.rank == 0,
     )

@@ -16,7 +16,7 @@ from weft.core.errors import TensorParallelError
 from weft.core.shards import LocalShard
 from weft.engine import collectives
 from weft.engine.axis import AxisContext
-from weft.engine.objective import Batch, TokenLoss
+from weft.engine.objective import Batch, ShardedLoss
 from weft.engine.tp.activation_layout import ActivationLayout
 from weft.engine.tp.chunked_loss import HeadShard
 from weft.engine.tp.gradients import sum_partial_gradients
@@ -40,7 +40,7 @@ class TPContext(AxisContext):
     replicated_reasons: Mapping[str, str] = field()
     layout: TensorLayout | None = None  # of one dimension: the collectives of a step follow from it
     activation_layout: ActivationLayout = field()
-    token_loss: TokenLoss | None = None  # None: logits are replicated
+    token_loss: ShardedLoss | None = None  # None: logits are replicated
     head: HeadShard | None = None  # of one dimension, for a loss fused with the head
     row_chunks: int = 1
     row_chunk: int = 0

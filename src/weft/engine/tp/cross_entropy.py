@@ -11,6 +11,7 @@ backward: the logits and three numbers per token; the local softmax is scaled by
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,13 +23,24 @@ from weft.engine.objective import IGNORED
 CHUNK_ELEMENTS = 2**26  # 256 MiB in float32; smaller ones cost launches (a factor of two at 2**23 on an H200)
 
 
-def vocabulary_loss_sum(logits: Tensor, labels: Tensor, *, first_token: int, group: dist.ProcessGroup) -> Tensor:
-    """The summed loss of `labels` (global ids), equal on every rank; `logits` are of tokens from `first_token` on.
+@dataclass(frozen=True, kw_only=True)
+class VocabularyLoss:
+    """The loss of `labels` (global ids), equal on every rank; `logits` are of tokens from `first_token` on.
 
     Slices are in the order of the group's ranks and may differ in size; the last may be empty.
     """
-    flat = logits.flatten(0, -2)
-    return _VocabularyLoss.apply(flat, labels.flatten(), first_token, group)  # type: ignore[no-any-return, no-untyped-call]
+
+    first_token: int
+    group: dist.ProcessGroup
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return self.of_tokens(logits, labels).sum().float()
+
+    def of_tokens(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The loss of each token, in the shape of the labels: one set of collectives for all rows."""
+        flat = logits.flatten(0, -2)
+        losses: Tensor = _VocabularyLoss.apply(flat, labels.flatten(), self.first_token, self.group)  # type: ignore[no-untyped-call]
+        return losses.view(labels.shape)
 
 
 class _VocabularyLoss(torch.autograd.Function):
@@ -46,7 +58,7 @@ class _VocabularyLoss(torch.autograd.Function):
         log_sum, target = sums[0].log_(), sums[1]
         ctx.save_for_backward(logits, labels, top, log_sum, own_log)
         ctx.first_token = first_token
-        return (log_sum - target).masked_fill_(labels == IGNORED, 0.0).sum().float()
+        return (log_sum - target).masked_fill_(labels == IGNORED, 0.0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

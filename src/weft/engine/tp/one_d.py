@@ -19,9 +19,7 @@ from torch import Tensor, nn
 
 from weft.core.errors import TensorParallelError
 from weft.engine import collectives
-from weft.engine.objective import TokenLoss
 from weft.engine.tp.activation_layout import ActivationLayout
-from weft.engine.tp.cross_entropy import vocabulary_loss_sum
 from weft.engine.tp.grid import TP_GROUP, Grid
 from weft.engine.tp.one_d_shards import local_units
 from weft.engine.tp.statistics import spanning
@@ -61,13 +59,6 @@ def apply_one_d(
         wrap_forward(model.get_submodule(name), _outside_regions(activations))
     if activations.sequence_parallel:
         _apply_sequence_parallel(model, layout, tensors, grid, activations)
-
-
-def vocabulary_loss(grid: Grid, *, first_token: int) -> TokenLoss:
-    """The loss of logits of this rank's vocabulary slice."""
-    return lambda logits, labels: vocabulary_loss_sum(
-        logits, labels, first_token=first_token, group=grid.group(TP_GROUP)
-    )
 
 
 class _Passage:

@@ -25,11 +25,10 @@ from weft.core.shards import even_span
 from weft.engine import collectives
 from weft.engine.activations.dropout import uses_randomness
 from weft.engine.mesh import Topology
-from weft.engine.objective import TokenLoss
 from weft.engine.tp.activation_layout import ActivationLayout
 from weft.engine.tp.apply import find_regions
 from weft.engine.tp.context import TPContext
-from weft.engine.tp.cross_entropy import vocabulary_loss_sum
+from weft.engine.tp.cross_entropy import VocabularyLoss
 from weft.engine.tp.grid import Grid, build_grid
 from weft.engine.tp.one_d import set_sizes
 from weft.engine.tp.statistics import spanning
@@ -206,9 +205,8 @@ def _vocabulary(model: nn.Module, tensors: TensorLayout) -> int:
     return model.get_parameter(f"{tensors.embedding}.weight").shape[0]
 
 
-def _token_loss(grid: Grid, vocabulary: int) -> TokenLoss:
-    first_token, group = logits_span(grid, vocabulary).begin, grid.group("j")
-    return lambda logits, labels: vocabulary_loss_sum(logits, labels, first_token=first_token, group=group)
+def _token_loss(grid: Grid, vocabulary: int) -> VocabularyLoss:
+    return VocabularyLoss(first_token=logits_span(grid, vocabulary).begin, group=grid.group("j"))
 
 
 def _first_chunk(grid: Grid, vocabulary: int) -> int:

@@ -25,6 +25,7 @@ from weft.models.build import build_on_meta
 from weft.models.ep.finder import find_expert_layout
 from weft.models.hf_config import sentence
 from weft.models.layout import ModelLayout, describe, find_blocks
+from weft.models.scalar_head import has_scalar_head, mark_scalar
 from weft.models.shape.block import BlockReader, is_layer_norm
 from weft.models.shape.profile import profile_blocks
 from weft.models.tp.finder import blocks_of_text, find_tensor_layout, text_config, text_tower
@@ -36,6 +37,8 @@ from weft.zoo.tensor_grids import COMPARED_ON_GRIDS
 
 def derive_shape(config: Any, *, name: str = "", adapter: AdapterSpec | None = None) -> ModelShape:
     """The shape of the causal LM that transformers builds from `config`, with adapters and profiles of its blocks."""
+    if has_scalar_head(config):
+        mark_scalar(config := copy.deepcopy(config))
     # a model keeps its attention kernel in its config
     models = {writes: build_on_meta(copy.deepcopy(config), attention=kernel) for writes, kernel in _KERNELS.items()}
     for model in models.values():
@@ -104,7 +107,8 @@ def _with_ends(
     head_bias = getattr(head, "bias", None)
     known = {id(one) for one in (table_weight, head_weight, head_bias) if one is not None}
     width = table_weight.shape[1] if table_weight is not None else tensors.hidden_size
-    ends = [one.shape[0] for one in (head_weight, table_weight) if one is not None]
+    has_scores = has_scalar_head(getattr(model, "config", None))
+    ends = [one.shape[0] for one in (table_weight if has_scores else head_weight, table_weight) if one is not None]
     vocabulary = ends[0] if ends else 0
     shape = ModelShape(
         name=name or model_type_of(model),
@@ -118,7 +122,7 @@ def _with_ends(
         embedding_size=0 if width == tensors.hidden_size else width,
         head_bias=head_bias is not None,
         has_sharded_table=tensors.embedding is not None,
-        has_sharded_head=tensors.head is not None,
+        has_sharded_head=tensors.head is not None and not has_scores,
         has_grids="grid" not in tensors.refusals and str(getattr(config, "model_type", "")) in COMPARED_ON_GRIDS,
         has_straight_stream="sequence_parallel" not in tensors.refusals,
         caps_logits=bool(getattr(config, "final_logit_softcapping", None)),
@@ -127,6 +131,7 @@ def _with_ends(
         dropout=_embedding_dropout(model, blocks),
         is_adapted=next(adapted_linears(model), None) is not None,
         has_low_base=rests_low(model),
+        has_scores=has_scores,
         trains_ends=any(one is not None and one.requires_grad for one in (table_weight, head_weight)),
     )
     missing = sum(parameter.numel() for parameter in model.parameters()) - shape.num_parameters

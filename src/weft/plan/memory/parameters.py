@@ -118,7 +118,7 @@ def root_elements(shape: ModelShape, columns: Columns, stage: Stage) -> Elements
     """Embedding on the first stage, head and final norm on the last; a tied head on its own stage is a second copy."""
     size = len(columns)
     width = _table_width(shape, columns)
-    head_rows = _table_rows(shape, columns, is_sharded=shape.has_sharded_head)
+    head_rows = _table_rows(shape.num_logits, columns, is_sharded=shape.has_sharded_head)
     root = table_elements(shape, columns).times(stage.holds_embedding.astype(float))
     own_head = stage.holds_head & (~stage.holds_embedding if shape.tied_head else np.ones(size, dtype=bool))
     root = root + _sharded(head_rows, width, columns.shards).times(own_head.astype(float))
@@ -133,7 +133,7 @@ def root_elements(shape: ModelShape, columns: Columns, stage: Stage) -> Elements
 
 def table_elements(shape: ModelShape, columns: Columns) -> Elements:
     """Elements of the token table."""
-    rows = _table_rows(shape, columns, is_sharded=shape.has_sharded_table)
+    rows = _table_rows(shape.vocab_size, columns, is_sharded=shape.has_sharded_table)
     return _sharded(rows, _table_width(shape, columns), columns.shards)
 
 
@@ -141,10 +141,10 @@ def _table_width(shape: ModelShape, columns: Columns) -> Floats:
     return np.asarray((shape.embedding_size or shape.hidden_size) / columns.tensor_side, dtype=np.float64)
 
 
-def _table_rows(shape: ModelShape, columns: Columns, *, is_sharded: bool) -> Floats:
+def _table_rows(num_rows: int, columns: Columns, *, is_sharded: bool) -> Floats:
     grid = np.where(columns.is_grid, columns.tensor_side, columns.tp)
     chunks = np.where(columns.is_cube, columns.tensor_side**2, grid)
-    return np.asarray(np.ceil(shape.vocab_size / np.where(is_sharded, chunks, 1)), dtype=np.float64)
+    return np.asarray(np.ceil(num_rows / np.where(is_sharded, chunks, 1)), dtype=np.float64)
 
 
 def _sharded(rows: Floats, row_size: Floats, shards: Floats | Ints) -> Elements:

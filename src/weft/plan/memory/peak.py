@@ -91,7 +91,7 @@ def _parts(view: View) -> TermParts:
     blocks = saved_blocks(view)
     one = blocks.total
     is_sharded = (view.columns.loss_parallel > 0) & (view.columns.tp > 1) & shape.has_sharded_head
-    vocab = np.ceil(shape.vocab_size / np.where(is_sharded, view.columns.tp, 1))
+    vocab = np.ceil(shape.num_logits / np.where(is_sharded, view.columns.tp, 1))
     numbers = np.where(stage.holds_head, view.tokens * vocab, 0.0)
     # loss parallel: the logits, their gradient, and one chunk: its softmax in float32, and its logits cast to float32
     chunk_bytes = 4 if view.sizes.activation == 4 else 8

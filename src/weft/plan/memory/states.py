@@ -104,5 +104,7 @@ def _times(part: Factored, count: Floats) -> Factored:
 def _tables(view: View) -> Floats:
     """Tables of tokens on the rank: the embedding, and a head of its own, as a tied one is on another stage."""
     stage = view.stage
+    if view.shape.has_scores:  # one row is a vector
+        return np.asarray(stage.holds_embedding * 1.0, dtype=np.float64)
     has_own_head: Bools = ~stage.holds_embedding if view.shape.tied_head else np.ones(len(view.columns), dtype=bool)
     return np.asarray(stage.holds_embedding * 1.0 + (stage.holds_head & has_own_head), dtype=np.float64)

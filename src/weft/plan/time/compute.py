@@ -81,7 +81,7 @@ def block_seconds(view: View) -> BlockSeconds:
         forward = linears.matmul + linears.quantise_forward + scores + moved
         recompute = recompute + stage.recomputed.full[:, index] * forward
         recompute = recompute + stage.recomputed.selective[:, index] * moved * recomputed_share
-    vocab = request.shape.vocab_size / columns.tp
+    vocab = request.shape.num_logits / columns.tp
     head = linear_s(device, request, rows=tokens, inner=request.shape.hidden_size, outer=vocab)
     frozen = frozen + head * stage.holds_head * (not request.shape.trains_ends)
     fused = np.where(is_sharded(view), SHARDED_LOSS_BYTES, FUSED_LOSS_PASSES * byte_sizes(request).activation)
@@ -127,7 +127,7 @@ def model_flops(request: Request, *, sees_all_keys: bool = False) -> float:
     `sees_all_keys` counts masked keys too, as most published figures do.
     """
     shape, workload = request.shape, request.workload
-    per_token = (6.0 if shape.trains_ends else 4.0) * shape.vocab_size * shape.hidden_size
+    per_token = (6.0 if shape.trains_ends else 4.0) * shape.num_logits * shape.hidden_size
     for block, count in zip(shape.kinds, shape.kind_counts, strict=True):
         frozen = sum(linear.flops_per_token for linear in block.linears if not linear.is_trained)
         factors = sum(extra.num_parameters for extra in block.extras if extra.is_factor)

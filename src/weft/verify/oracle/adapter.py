@@ -16,6 +16,7 @@ import torch
 
 from weft.verify.oracle.facts import Tables, Tensors
 from weft.verify.oracle.model import Batch, PlainModel
+from weft.verify.oracle.objectives import NextTokenFormula
 from weft.verify.verdict import Check, Finding
 
 NAME, RULE = "oracle adapter", 12
@@ -36,8 +37,8 @@ def without_factors(weights: Tensors) -> dict[str, torch.Tensor]:
 class AdaptedPlainModel(PlainModel):
     """See the module. `adapter` is the run's table."""
 
-    def __init__(self, config: Any, adapter: Tables) -> None:
-        super().__init__(config)
+    def __init__(self, config: Any, adapter: Tables, objective: NextTokenFormula | None = None) -> None:
+        super().__init__(config, objective)
         rank, alpha = int(adapter["rank"]), float(adapter["alpha"])
         self.scale = alpha / (math.sqrt(rank) if adapter["rslora"] else rank)
         self._also, self._drops = tuple(adapter["train_also"]), float(adapter["dropout"]) > 0

@@ -21,24 +21,32 @@ LEFT_OPEN = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
 NOT_OF_THE_MODEL = {
     "architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "_attn_implementation",
     "attn_implementation", "_attn_implementation_internal", "_experts_implementation", "experts_implementation",
-    "_commit_hash", "use_cache",
+    "_commit_hash", "use_cache", "weft_scalar_head",
 }  # fmt: skip
 Fields = Mapping[str, Any]
 
 
 def asked_config(model: Tables, run_config: Any) -> Any:
-    """The config of `[model]`; fields that it does not give are the run's."""
-    from transformers import AutoConfig
-
+    """The config of `[model]`; fields that it does not give are the run's. Nothing is tied to a scalar head."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if model.get("path") is not None:
-            config = AutoConfig.from_pretrained(str(Path(model["path"]).expanduser()), trust_remote_code=False)
-            for key, value in model["config"].items():
-                setattr(config, key, value)
-            return config
-        open_fields = _open_fields(run_config.to_dict(), model["config"])
-        return AutoConfig.for_model(model["type"], **_merged(open_fields, model["config"]))
+        config = _asked(model, run_config)
+    if model["head"] == "scalar":
+        for one in (config, config.get_text_config()):
+            one.tie_word_embeddings = False
+    return config
+
+
+def _asked(model: Tables, run_config: Any) -> Any:
+    from transformers import AutoConfig
+
+    if model.get("path") is not None:
+        config = AutoConfig.from_pretrained(str(Path(model["path"]).expanduser()), trust_remote_code=False)
+        for key, value in model["config"].items():
+            setattr(config, key, value)
+        return config
+    open_fields = _open_fields(run_config.to_dict(), model["config"])
+    return AutoConfig.for_model(model["type"], **_merged(open_fields, model["config"]))
 
 
 def check_config(asked: Any, built: Any, run_config: Any, *, vocab_size: int) -> Check:

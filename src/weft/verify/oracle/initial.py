@@ -39,20 +39,25 @@ class Statistics:
     is_blank: bool = False  # transformers leaves it uninitialised
 
 
-def draw_statistics(config: Any) -> dict[str, Statistics]:
+def draw_statistics(config: Any, *, has_scores: bool = False) -> dict[str, Statistics]:
     size = sum(parameter.numel() for parameter in build_plain(config, seed=0).parameters())
-    draws = [_draw(config, seed=100 + index) for index in range(NUM_DRAWS if size < LARGE else FEWER_DRAWS)]
+    num_draws = NUM_DRAWS if size < LARGE else FEWER_DRAWS
+    draws = [_draw(config, seed=100 + index, has_scores=has_scores) for index in range(num_draws)]
     return {name: _statistics([draw[name] for draw in draws]) for name in draws[0]}
 
 
-def _draw(config: Any, *, seed: int) -> dict[str, torch.Tensor]:
+def _draw(config: Any, *, seed: int, has_scores: bool) -> dict[str, torch.Tensor]:
     """Parameters of a fresh model; uninitialised memory is NaN (torch's deterministic mode)."""
     was, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        return {name: value.detach() for name, value in build_plain(config, seed=seed).named_parameters()}
+        return {name: value.detach() for name, value in _named(config, seed, has_scores)}
     finally:
         torch.use_deterministic_algorithms(was, warn_only=warned)
+
+
+def _named(config: Any, seed: int, has_scores: bool) -> Any:
+    return build_plain(config, seed=seed, has_scores=has_scores).named_parameters()
 
 
 def _statistics(draws: list[torch.Tensor]) -> Statistics:

@@ -15,6 +15,8 @@ from weft.verify.oracle.facts import RankShare, RunFacts, Saved, Tables
 from weft.verify.oracle.initial import Statistics, check_initial, check_pretrained, draw_statistics
 from weft.verify.oracle.loss import LossJudge
 from weft.verify.oracle.model import Batch, PlainModel
+from weft.verify.oracle.objectives import NextTokenFormula, objective_of
+from weft.verify.oracle.pairs import PairStream
 from weft.verify.oracle.rows import check_data
 from weft.verify.oracle.samples import SampleStream
 from weft.verify.oracle.schedule import check_schedule
@@ -37,7 +39,9 @@ class Oracle:
     def checks(self, facts: RunFacts) -> list[Check]:
         asked, loop = asked_config(facts.run["model"], facts.config), facts.loop
         if self._plain is None or self._statistics is None:
-            self._plain, self._statistics = _plain_of(asked, facts.run["adapter"]), draw_statistics(asked)
+            objective = objective_of(facts.run["objective"])
+            self._plain = _plain_of(asked, facts.run["adapter"], objective)
+            self._statistics = draw_statistics(asked, has_scores=objective.has_scores)
         plain, corpus = self._plain, facts.corpus
         held_out = None if corpus.held_out is None else _stream(facts, corpus.held_out)
         both = _stream(facts, corpus.training), held_out
@@ -64,7 +68,7 @@ class Oracle:
         if self._untrained is None:
             plain.put(facts.initial)
             rows = range(min(int(facts.loop_run["train"]["global_batch"]), stream.num_rows))
-            batch = Batch(fields=dict(stream.batch_at(rows)))
+            batch = plain.with_reference(Batch(fields=dict(stream.batch_at(rows))))
             self._untrained = plain.untrained(batch, chunk_rows=facts.loop.chunk_rows)
         moved = plain.frozen() if facts.loop_run["router"]["bias_rate"] else frozenset()
         saved = _last(facts).weights
@@ -87,8 +91,10 @@ class Oracle:
         return self._beginning
 
 
-def _plain_of(config: Any, adapter: Tables) -> PlainModel:
-    return PlainModel(config) if adapter["kind"] == "none" else AdaptedPlainModel(config, adapter)
+def _plain_of(config: Any, adapter: Tables, objective: NextTokenFormula) -> PlainModel:
+    if adapter["kind"] == "none":
+        return PlainModel(config, objective)
+    return AdaptedPlainModel(config, adapter, objective)
 
 
 def _last(facts: RunFacts) -> Saved:
@@ -99,7 +105,7 @@ def _stream(facts: RunFacts, share: RankShare) -> Stream | SampleStream:
     data, corpus = facts.run["data"], facts.corpus
     if corpus.counted is not None:
         is_text = data["format"] == "text"
-        return SampleStream(
+        return (PairStream if data["format"] == "preference" else SampleStream)(
             share=share,
             tokens=corpus.tokens,
             counted=corpus.counted,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -25,6 +25,7 @@ from weft.verify.verdict import Check, Finding
 
 NAME, RULE = "oracle loss", 12
 PLAIN = 4.0 * SUM_ROUNDINGS * UNIT_ROUNDOFF["float32"]  # relative: float32 forwards with other kernels
+DIFFERENCE = 32.0 * UNIT_ROUNDOFF["float32"]  # of the sums that the loss of a pair is a small difference of
 GRADIENT_TOLERANCE = 1e-3  # of the norm of all gradients, in float32
 LOW_SHARE = 0.25  # of a roundoff: minimum effect of a low-precision forward on an evaluation
 
@@ -63,8 +64,10 @@ class LossJudge:
         return int(self.facts.loop_run["train"]["global_batch"])
 
     def _training(self) -> list[str]:
-        loop, batch = self.loop, self._batch(1)
+        loop, last = self.loop, len(self.loop.losses)
         self.plain.put(self.facts.initial)
+        batches = [self.plain.with_reference(self._batch(step)) for step in (1, last)]
+        batch = batches[0]
         if self.plain.is_random(batch):
             return ["training draws at random, judged by evaluations"]
         if float(self.facts.loop_run["router"]["capacity_factor"]):
@@ -75,22 +78,21 @@ class LossJudge:
             return ["every step overflowed float16 and was skipped"]
         first = self._loss(batch)
         self._judge_first(first, batch)
-        last = len(loop.losses)
         if last == 1 or last - 1 not in loop.saved_steps:
-            return [f"the first loss and its gradients: {_how(first)}"]
+            return [f"the first loss and its gradients: {self._how(first)}"]
         self.plain.put({**self.facts.initial, **loop.saved(last - 1).weights})
-        found = self._loss(self._batch(last))
-        self._require("loss", found.value, loop.losses, loop.truth_losses, loop.same_losses, last)
-        return [f"losses of steps 1 and {last}, first gradients: {_how(first)}"]
+        found = self._loss(batches[1])
+        self._require("loss", found.value, loop.losses, loop.truth_losses, loop.same_losses, last, _rounding(found))
+        return [f"losses of steps 1 and {last}, first gradients: {self._how(first)}"]
 
     def _judge_first(self, first: Loss, batch: Batch) -> None:
         loop, reference = self.loop, self.loop.truth_losses[0]
         if loop.starts_rounded:
             return
-        if not abs(reference - first.value) <= PLAIN * abs(first.value):
+        if not abs(reference - first.value) <= _rounding(first):
             place = "the loss of the reference"
-            raise WrongLossError(f"{first.value:.9g} ({_how(first)})", f"{reference:.9g}", step=1, place=place)
-        self._require("loss", first.value, loop.losses, loop.truth_losses, loop.same_losses, 1)
+            raise WrongLossError(f"{first.value:.9g} ({self._how(first)})", f"{reference:.9g}", step=1, place=place)
+        self._require("loss", first.value, loop.losses, loop.truth_losses, loop.same_losses, 1, _rounding(first))
         if 0 in loop.skipped:
             return
         # the balancing loss has no gradient yet: its shares are uniform in the first step
@@ -98,7 +100,7 @@ class LossJudge:
         gradients = self.plain.gradients(batch, chunk_rows=loop.chunk_rows, z_loss=z_loss)
         gradients = {name: value for name, value in gradients.items() if not self._is_frozen(name)}
         norm = math.sqrt(sum(float(value.double().square().sum()) for value in gradients.values()))
-        self._require("gradient norm", norm, loop.norms, loop.truth_norms, loop.same_norms, 1)
+        self._require("gradient norm", norm, loop.norms, loop.truth_norms, loop.same_norms, 1, PLAIN * norm)
         self._judge_gradients(gradients, norm)
 
     def _judge_gradients(self, gradients: Tensors, norm: float) -> None:
@@ -126,34 +128,48 @@ class LossJudge:
         step, asked = steps[-1], int(self.facts.loop_run["evaluation"]["batches"]) * self.rows
         indices = list(range(min(asked, stream.num_rows)))
         parts = [indices[at : at + self.rows] for at in range(0, len(indices), self.rows)]
-        batches = [Batch(fields=dict(stream.batch_at(part))) for part in parts]
+        self.plain.put(self.facts.initial)
+        batches = [self.plain.with_reference(Batch(fields=dict(stream.batch_at(part)))) for part in parts]
         self.plain.put({**self.facts.initial, **loop.saved(step).weights})
-        how, value = _how(self._loss(batches[0], is_training=False)), self._mean(batches)
-        allowed = PLAIN * abs(value) + self._low_share(batches, value)
+        found = self._mean(batches)
+        how, value = self._how(found), found.value
+        allowed = _rounding(found) + self._low_share(batches, value)
         if not abs(loop.held_out_losses[step] - value) <= allowed:
             expected = f"{value:.9g} within {allowed:.1e} ({how})"
             raise WrongLossError(expected, f"{loop.held_out_losses[step]:.9g}", step=step, place="the held-out loss")
         return [f"the held-out loss of step {step}: {how}"]
 
-    def _mean(self, batches: Sequence[Batch]) -> float:
-        losses = [self._loss(batch, is_training=False).value * batch.count for batch in batches]
-        return sum(losses) / max(1, sum(batch.count for batch in batches))
+    def _mean(self, batches: Sequence[Batch]) -> Loss:
+        """The loss over all batches, computed as that of the first one is."""
+        counts = [self.plain.count(batch) for batch in batches]
+        losses = [self._loss(batch, is_training=False) for batch in batches]
+        pairs, total = list(zip(losses, counts, strict=True)), max(1, sum(counts))
+        value = sum(loss.value * count for loss, count in pairs) / total
+        size = sum(loss.size * count for loss, count in pairs) / total
+        return replace(losses[0], value=value, size=size)
 
     def _low_share(self, batches: Sequence[Batch], value: float) -> float:
         """The effect of low precision on an evaluation, measured with the plain model in that format."""
         if self.loop.compute == "float32":
             return 0.0
         with self.plain.computing_in(getattr(torch, self.loop.compute)):
-            distance = abs(self._mean(batches) - value)
+            distance = abs(self._mean(batches).value - value)
         return SLACK * distance + LOW_SHARE * UNIT_ROUNDOFF[self.loop.coarsest] * abs(value)
 
     def _require(
-        self, what: str, right: float, found: Sequence[float], truth: Sequence[float], same: Sequence[float], step: int
+        self,
+        what: str,
+        right: float,
+        found: Sequence[float],
+        truth: Sequence[float],
+        same: Sequence[float],
+        step: int,
+        rounding: float,
     ) -> None:
-        """Require the loop's value within rounding, whose size the two references show."""
+        """Require the loop's value within rounding, whose size the two references show; `rounding`: of float32."""
         least = self.loop.least_losses if what == "loss" else self.loop.least_norms
         distance = envelope(truth, same, least=least)[step - 1]
-        bound = scalar_bound(truth=right, same_precision=same[step - 1], distance=distance, drift=PLAIN * abs(right))
+        bound = scalar_bound(truth=right, same_precision=same[step - 1], distance=distance, drift=rounding)
         if not abs(found[step - 1] - right) <= bound.allowed:
             raise WrongLossError(
                 f"a {what} of {right:.9g} within {bound.allowed:.1e}", f"{found[step - 1]:.9g}", step=step
@@ -186,8 +202,14 @@ class LossJudge:
     def _is_frozen(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.facts.loop_run["train"]["frozen"])
 
+    def _how(self, loss: Loss) -> str:
+        if self.plain.objective.what:
+            return f"{self.plain.objective.what} written out from transformers' logits"
+        if loss.own is not None:
+            return "transformers' own labels= loss"
+        return f"cross-entropy written out from its logits, since {loss.why_not_own}"
 
-def _how(loss: Loss) -> str:
-    if loss.own is not None:
-        return "transformers' own labels= loss"
-    return f"cross-entropy written out from its logits, since {loss.why_not_own}"
+
+def _rounding(loss: Loss) -> float:
+    """Of two float32 forwards with other kernels."""
+    return PLAIN * abs(loss.value) + DIFFERENCE * loss.size

@@ -1,4 +1,5 @@
-"""The plain transformers model of a config: its loss by its own `labels=`, its gradients, its logits. Float32, eager.
+"""The plain transformers model of a config: its loss by its own `labels=` or by `objectives`, its gradients, its
+logits. Float32, eager.
 
 Rows of S + 1 tokens go in unshifted: transformers itself takes the next token as the label. In addition, the
 same loss is computed from the logits of the first S tokens. If a family's own loss is another number (it adds
@@ -19,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from weft.verify.oracle.facts import Rows, Tensors
+from weft.verify.oracle.objectives import REFERENCE, NextTokenFormula, inputs_of, row_log_probs
 from weft.verify.oracle.streams import IGNORED, Stream
 
 OWN_TOLERANCE = 1e-5  # relative: the same float32 numbers, averaged in another order
@@ -35,22 +37,19 @@ class Batch:
         """The batch of rows of S + 1 tokens."""
         return Batch(fields=stream.batch(rows))
 
-    @property
-    def count(self) -> int:
-        return int((self.fields["labels"] != IGNORED).sum())
-
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """The mean token loss of a batch; `own`: the model's own `labels=` loss, or None with the reason."""
+    """The mean loss of a batch; `own`: the model's own `labels=` loss, or None with the reason."""
 
     value: float
     own: float | None
     why_not_own: str = ""
+    size: float = 0.0  # mean size of the sums that the value is a small difference of
 
 
-def build_plain(config: Any, *, seed: int) -> Any:
-    """A model initialised by transformers' own rules."""
+def build_plain(config: Any, *, seed: int, has_scores: bool = False) -> Any:
+    """A model initialised by transformers' own rules; `has_scores`: its head is one row without bias."""
     from transformers import AutoModelForCausalLM
 
     with _quiet(), torch.random.fork_rng(devices=[]):
@@ -58,14 +57,19 @@ def build_plain(config: Any, *, seed: int) -> Any:
         model = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
         )
+        if has_scores:
+            head = torch.nn.Linear(model.get_output_embeddings().in_features, 1, bias=False)
+            model._init_weights(head)
+            model.set_output_embeddings(head)
     return model.train()
 
 
 class PlainModel:
     """One transformers model whose weights are set by name."""
 
-    def __init__(self, config: Any) -> None:
-        self.model = build_plain(config, seed=1)
+    def __init__(self, config: Any, objective: NextTokenFormula | None = None) -> None:
+        self.objective = objective or NextTokenFormula()
+        self.model = build_plain(config, seed=1, has_scores=self.objective.has_scores)
         other = dict(build_plain(config, seed=2).named_buffers())
         same = (torch.equal(buffer, other[name]) for name, buffer in self.model.named_buffers())
         self.draws_buffers = not all(same)  # random constants of the forward that no checkpoint saves
@@ -86,21 +90,37 @@ class PlainModel:
     def loss(self, batch: Batch, *, chunk_rows: int, is_training: bool) -> Loss:
         self.model.train(is_training)
         with torch.no_grad():
-            total = sum(self._sum(chunk).item() for chunk in _chunks(batch.fields, chunk_rows))
-            own, why = self._own(batch)
+            total = size = 0.0
+            for chunk in _chunks(batch.fields, chunk_rows):
+                logits = self._logits(chunk)
+                total += self.objective.total(logits, chunk).item()
+                size += self.objective.size(logits, chunk)
+            own, why = (None, "") if self.objective.what else self._own(batch)
         self.model.train()
-        value = total / max(1, batch.count)
+        count = max(1, self.count(batch))
+        value = total / count
         if own is not None and not abs(own - value) <= OWN_TOLERANCE * abs(value):
             own, why = None, f"its own loss is {own:.6g} and not {value:.6g}: it has other terms"
-        return Loss(value=value, own=own, why_not_own=why)
+        return Loss(value=value, own=own, why_not_own=why, size=size / count)
+
+    def count(self, batch: Batch) -> int:
+        """What the loss of a batch is divided by."""
+        return self.objective.count(batch.fields["labels"])
+
+    def with_reference(self, batch: Batch) -> Batch:
+        """The batch with the log-probabilities of its rows by the weights now, if the objective needs them."""
+        if not self.objective.needs_reference:
+            return batch
+        found = row_log_probs(self.logits(batch), batch.fields["labels"])
+        return Batch(fields={**batch.fields, REFERENCE: found.numpy()})
 
     def gradients(self, batch: Batch, *, chunk_rows: int, z_loss: float = 0.0) -> dict[str, torch.Tensor]:
-        """Gradients of the mean token loss, with the z-loss of routers; of parameters that it depends on."""
+        """Gradients of the mean loss, with the z-loss of routers; of parameters that it depends on."""
         self.model.train()
         self.model.zero_grad()
         num_tokens = batch.fields["labels"].size
         for chunk in _chunks(batch.fields, chunk_rows):
-            loss = self._sum(chunk) / max(1, batch.count)
+            loss = self._sum(chunk) / max(1, self.count(batch))
             if z_loss:
                 loss = loss + z_loss * self._squares(chunk) / num_tokens
             loss.backward()  # type: ignore[no-untyped-call]
@@ -121,10 +141,12 @@ class PlainModel:
     @contextmanager
     def computing_in(self, dtype: torch.dtype) -> Iterator[None]:
         self.model.to(dtype)
+        self.objective.to(dtype)
         try:
             yield
         finally:
             self.model.to(torch.float32)
+            self.objective.to(torch.float32)
 
     def logits(self, batch: Batch) -> torch.Tensor:
         return logits_of(self.model, batch.fields)
@@ -149,19 +171,18 @@ class PlainModel:
         return (None, "it has no loss of its own") if loss is None else (float(loss), "")
 
     def _sum(self, batch: Rows) -> torch.Tensor:
-        """The sum of cross-entropies: logsumexp of the logits minus the label's logit."""
+        """The summed loss of the rows."""
+        return self.objective.total(self._logits(batch), batch)
+
+    def _logits(self, batch: Rows) -> torch.Tensor:
         with _quiet():
-            logits = self.model(**_inputs(batch), use_cache=False).logits.float()
-        labels = torch.from_numpy(np.ascontiguousarray(batch["labels"]))
-        counted = labels != IGNORED
-        chosen = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        total: torch.Tensor = ((torch.logsumexp(logits, dim=-1) - chosen) * counted).sum()
-        return total
+            logits: torch.Tensor = self.model(**inputs_of(batch), use_cache=False).logits.float()
+        return logits
 
     def _squares(self, batch: Rows) -> torch.Tensor:
         """The sum over tokens and layers of squared log-sum-exps of the router logits that transformers returns."""
         with _quiet():
-            layers = self.model(**_inputs(batch), use_cache=False, output_router_logits=True).router_logits
+            layers = self.model(**inputs_of(batch), use_cache=False, output_router_logits=True).router_logits
         return torch.stack([torch.logsumexp(logits.float(), dim=-1).square().sum() for logits in layers]).sum()
 
     def _total(self, batch: Rows, *, seed: int) -> float:
@@ -176,13 +197,9 @@ def logits_of(model: Any, batch: Rows) -> torch.Tensor:
     was_training = model.training
     model.eval()
     with torch.no_grad(), _quiet():
-        logits: torch.Tensor = model(**_inputs(batch), use_cache=False).logits
+        logits: torch.Tensor = model(**inputs_of(batch), use_cache=False).logits
     model.train(was_training)
     return logits
-
-
-def _inputs(batch: Rows) -> dict[str, torch.Tensor]:
-    return {key: torch.from_numpy(np.ascontiguousarray(value)) for key, value in batch.items() if key != "labels"}
 
 
 def _chunks(batch: Rows, chunk_rows: int) -> Iterator[Mapping[str, NDArray[Any]]]:

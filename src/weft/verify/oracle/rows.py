@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from weft.verify.oracle.documents import Beginning
 from weft.verify.oracle.facts import CorpusFacts, RankShare, Rows, Tables
+from weft.verify.oracle.pairs import PairStream, check_pairs_again
 from weft.verify.oracle.samples import SampleStream, WrongSampleError, check_epoch, check_rendered, check_shares
 from weft.verify.oracle.streams import IGNORED, MOST_ROWS, Hashes, Stream, windows
 from weft.verify.verdict import Check, Finding
@@ -64,7 +65,8 @@ def _check_samples(
         details = [check_epoch(training, rows=rows, num_epochs=data.get("epochs"), dp_degree=dp_degree)]
         if isinstance(held_out, SampleStream) and held_out.num_rows:
             details.append(f"held out: {check_epoch(held_out, rows=rows, num_epochs=1, dp_degree=1)}")
-        details.append(check_rendered(data, corpus))
+        is_paired = isinstance(training, PairStream)
+        details.append(check_pairs_again(data, corpus) if is_paired else check_rendered(data, corpus))
     except WrongSampleError as wrong:
         finding = Finding(rule=RULE, expected=wrong.expected, found=wrong.found, coordinates=wrong.place)
         return Check.failed(NAME, finding)

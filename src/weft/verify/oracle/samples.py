@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +48,8 @@ class SampleStream:
     truncation: str
     is_packed: bool
 
+    rows_per_sample: ClassVar[int] = 1
+
     @property
     def num_rows(self) -> int:
         return self.share.num_rows
@@ -65,7 +67,7 @@ class SampleStream:
         for begin, end in self._all_pieces():
             inputs, labels = self._sample(begin, end)
             if (labels != IGNORED).any():
-                key = _key(inputs, labels)
+                key = key_of(inputs, labels)
                 counts[key] += 1
                 places[key] = begin, end
         return counts, places
@@ -81,7 +83,7 @@ class SampleStream:
     def batch_at(self, indices: Sequence[int]) -> Rows:
         """Samples of the run by number, as it reads them; each must be known."""
         read = [self.share.batch(index, dp_rank=0, dp_degree=1) for index in indices]
-        fields = {key: np.concatenate([part[key][:1] for part in read]) for key in read[0]}
+        fields = {key: np.concatenate([part[key][: self.rows_per_sample] for part in read]) for key in read[0]}
         self.require_known(fields, len(indices), place=f"sample {indices[0]}")
         return fields
 
@@ -90,7 +92,7 @@ class SampleStream:
         found: Counter[Key] = Counter()
         for row in range(count):
             for inputs, labels in self._of_row(batch, row):
-                key = _key(inputs, labels)
+                key = key_of(inputs, labels)
                 if key not in self.samples:
                     raise WrongSampleError(
                         self._nearest(inputs), _shown(inputs, labels), place=f"{place}, row {row} of its batch"
@@ -111,7 +113,7 @@ class SampleStream:
         elif self.is_packed:
             raise WrongSampleError("position_ids of packed samples", "none", place=f"row {row}")
         else:
-            known = self._by_row.get(_key(inputs, labels))
+            known = self._by_row.get(key_of(inputs, labels))
             borders = [0, known if known is not None else self.length]
         for begin, end in itertools.pairwise(borders):
             is_padding = (labels[begin:end] == IGNORED).all() and (inputs[begin:end] == self.end).all()
@@ -126,7 +128,7 @@ class SampleStream:
             inputs, labels = self._sample(begin, end)
             rest = (0, self.length - len(inputs))
             padded = np.pad(inputs, rest, constant_values=self.end), np.pad(labels, rest, constant_values=IGNORED)
-            found[_key(*padded)] = len(inputs)
+            found[key_of(*padded)] = len(inputs)
         return found
 
     def _all_pieces(self) -> Iterator[tuple[int, int]]:
@@ -173,7 +175,7 @@ def check_epoch(stream: SampleStream, *, rows: int, num_epochs: int | None, dp_d
         total = num_epochs * stream.num_rows
         last = (total - 1) // rows * rows
         labels = stream.share.batch(last, dp_rank=0, dp_degree=1)["labels"]
-        if (labels[total - last :] != IGNORED).any():
+        if (labels[(total - last) * stream.rows_per_sample :] != IGNORED).any():
             raise WrongSampleError("no labels in the rows that pad a last batch", "labels", place=f"sample {last}")
     if len(spans) == 1:
         return f"every sample of an epoch once: {found.total()} in {stream.num_rows} rows"
@@ -245,7 +247,7 @@ def _require_answers(
             raise WrongSampleError(f"no loss on {asked[:40]!r}", "a loss", place=place)
 
 
-def _key(inputs: NDArray[Any], labels: NDArray[Any]) -> Key:
+def key_of(inputs: NDArray[Any], labels: NDArray[Any]) -> Key:
     """A digest: a corpus has more tokens than fit into memory as Python numbers."""
     parts = (np.ascontiguousarray(part, dtype=np.int64).tobytes() for part in (inputs, labels))
     return hashlib.blake2b(b"".join(parts), digest_size=16).digest()

@@ -18,7 +18,7 @@ from weft.engine.kernels.head_loss import LazyLogits
 from weft.engine.objective import token_loss_sum
 from weft.engine.tp import cross_entropy
 from weft.engine.tp.chunked_loss import HeadShard
-from weft.engine.tp.cross_entropy import vocabulary_loss_sum
+from weft.engine.tp.cross_entropy import VocabularyLoss
 
 ROWS, LENGTH = 4, 5
 VOCABULARIES = (9, 8, 4, 2)  # over three ranks: 3 3 3, 3 3 2, 2 2 0, 1 1 0
@@ -116,7 +116,7 @@ def compare(rank: int, world: int, vocabulary: int, dtype: torch.dtype) -> None:
     (expected * 0.25).backward()
     run = even_span(vocabulary, degree=world, place=rank)
     mine = logits[..., run.begin : run.begin + run.size].clone().requires_grad_()
-    found = vocabulary_loss_sum(mine, labels, first_token=run.begin, group=dist.group.WORLD)
+    found = VocabularyLoss(first_token=run.begin, group=dist.group.WORLD)(mine, labels)
     assert found.dtype == torch.float32
     assert_close(found, expected)
     (found * 0.25).backward()
@@ -133,7 +133,7 @@ def misuse(rank: int, world: int) -> None:
     for wrong in (9, -1):
         labels[-1, -1] = wrong
         mine = logits[..., run.begin : run.begin + run.size]
-        assert vocabulary_loss_sum(mine, labels, first_token=run.begin, group=dist.group.WORLD).isnan()
+        assert VocabularyLoss(first_token=run.begin, group=dist.group.WORLD)(mine, labels).isnan()
 
 
 def test_slices_of_the_vocabulary_give_the_whole_loss() -> None:

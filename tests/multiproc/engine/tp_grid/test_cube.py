@@ -9,7 +9,7 @@ from tensor_grids import bytes_on_the_wire, chunk, linear_reference, numbers, ow
 from torch.testing import assert_close
 
 from weft.engine.objective import token_loss_sum
-from weft.engine.tp.cross_entropy import vocabulary_loss_sum
+from weft.engine.tp.cross_entropy import VocabularyLoss
 from weft.engine.tp.grid import Grid
 from weft.engine.tp_grid import cube
 from weft.engine.tp_grid.embedding import logits_span, table_span, token_table
@@ -85,7 +85,7 @@ def language_case(grid: Grid, vocabulary: int) -> None:
     logits = cube.head(found, mine, None, grid, vocabulary=vocabulary)
     assert logits.shape[-1] == shown.size
     own_labels = chunk(labels, 0, q * q, grid.place["i"] * q + grid.place["k"])
-    loss = vocabulary_loss_sum(logits, own_labels, first_token=shown.begin, group=grid.group("j"))
+    loss = VocabularyLoss(first_token=shown.begin, group=grid.group("j"))(logits, own_labels)
     loss.backward()
     assert_close(summed(loss.detach(), grid.group("ik")), expected.detach())
     assert_close(mine.grad, chunk(whole.grad[rows], -1, q, k), rtol=1e-5, atol=1e-6)  # the loss itself is float32

@@ -10,7 +10,7 @@ from tensor_grids import bytes_on_the_wire, chunk, linear_reference, numbers, ow
 from torch.testing import assert_close
 
 from weft.engine.objective import token_loss_sum
-from weft.engine.tp.cross_entropy import vocabulary_loss_sum
+from weft.engine.tp.cross_entropy import VocabularyLoss
 from weft.engine.tp.grid import Grid
 from weft.engine.tp_grid import summa
 from weft.engine.tp_grid.embedding import logits_span, table_span, token_table
@@ -72,7 +72,7 @@ def language_case(grid: Grid, vocabulary: int) -> None:
     assert_close(found_hidden, chunk(rows_of(grid, hidden), -1, q, j))
     found = summa.head(found_hidden, mine, mine_bias, grid, vocabulary=vocabulary)
     assert_close(found, rows_of(grid, logits)[..., shown.begin : shown.begin + shown.size])
-    loss = vocabulary_loss_sum(found, rows_of(grid, labels), first_token=shown.begin, group=grid.group("j"))
+    loss = VocabularyLoss(first_token=shown.begin, group=grid.group("j"))(found, rows_of(grid, labels))
     loss.backward()
     over_rows = grid.group("di" if "d" in grid.sizes else "i")
     assert_close(summed(loss.detach(), over_rows), expected.detach())
