@@ -168,3 +168,15 @@ def parts_averaged() -> AbstractContextManager[None]:
         return merged
 
     return replaced(ring, "_merged", make)
+
+
+def rotary_of_the_rank_s_own_positions() -> AbstractContextManager[None]:
+    """A table that follows the longest position sees only those that the rank has."""
+
+    def make(_original: Any) -> Any:
+        def rotary(_self: CPContext, forward: Any, *args: Any, **kwargs: Any) -> Any:
+            return forward(*args, **kwargs)
+
+        return rotary
+
+    return replaced(CPContext, "rotary", make)
