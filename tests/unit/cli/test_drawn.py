@@ -40,7 +40,7 @@ def require_judged(seeds: range, inputs: tuple[str, str]) -> int:
 
 
 def test_every_draw_is_legal_or_refused_with_a_hint_that_helps(inputs: tuple[str, str]) -> None:
-    assert require_judged(range(120), inputs) > 90
+    assert require_judged(range(60), inputs) > 45
 
 
 @pytest.mark.extended
@@ -74,7 +74,7 @@ def test_verbs_agree(inputs: tuple[str, str], tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(weft.cli.verify, "_run_ranks", started)
     monkeypatch.setattr(weft.cli.dryrun.question, "measure", started)
     refused = 0
-    for seed in range(60):
+    for seed in range(30):
         case = draw_case(seed, *inputs)
         run, plan = tmp_path / "run.toml", tmp_path / "plan.toml"
         case.run.get("router", {}).pop("balance_over", None)  # of which verify has no reference
@@ -83,7 +83,7 @@ def test_verbs_agree(inputs: tuple[str, str], tmp_path: Path, monkeypatch: pytes
         said = {verb: asked_of(verb, run, plan, tmp_path / f"out-{seed}") for verb in ("train", "verify", "dryrun")}
         assert len(set(said.values())) == 1, f"{seed}: {said}"
         refused += said["train"] is not None
-    assert 10 < refused < 50
+    assert 3 < refused < 27
 
 
 def test_settings_of_hints_are_read() -> None:

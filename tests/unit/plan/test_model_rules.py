@@ -19,11 +19,11 @@ from weft.plan.model_rules import model_reasons, require_model_fits
 from weft.train.job import Job
 
 BYTES = 257
+ROWS = {"data": {"tokenizer": "bytes", "sequence_length": 24}, "train": {"global_batch": 48}}
 
 
 def run_of(model: str, **sections: Any) -> RunSpec:
-    rows = {"data": {"tokenizer": "bytes", "sequence_length": 24}, "train": {"global_batch": 48}}
-    return RunSpec.from_tables({"model": MODELS[model], **rows, **sections})
+    return RunSpec.from_tables({"model": MODELS[model], **ROWS, **sections})
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,13 @@ def run_of(model: str, **sections: Any) -> RunSpec:
             PlanError,
             "more blocks than keep their activations",
         ),
-        ("opt", {}, {"data": {"packing": "documents"}}, NotBuiltError, "not known to isolate packed documents"),
+        (
+            "opt",
+            {},
+            {"data": {**ROWS["data"], "packing": "documents"}},
+            NotBuiltError,
+            "not known to isolate packed documents",
+        ),
         ("llama", {}, {"router": {"z_loss": 0.1}}, ModelError, "it has no experts"),
     ],
 )
