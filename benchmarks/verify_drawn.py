@@ -127,7 +127,7 @@ def forked(case: Case, folder: Path, *, steps: int) -> dict[str, Any]:
     """The ranks of `weft verify --as-is`, forked from a process that has imported them; every fourth seed all stages,
     the others the first: losses, gradients, weights, states."""
     stages = STAGES if case.seed % 4 == 0 else STAGES[:1]
-    arguments = (case.run, case.plan, str(folder), steps, list(stages))
+    arguments = (case.run, case.plan, str(folder / str(case.seed)), steps, list(stages))
     try:
         return judged(run_ranks(verdict_in_rank, case.num_ranks, *arguments, timeout_s=LIMIT_S)[0])
     except RankFailureError as failure:
