@@ -18,6 +18,7 @@ from weft.core.plan import Plan
 from weft.core.quiet import quiet_libraries
 from weft.core.run_spec import RunSpec
 from weft.data import open_corpus
+from weft.plan.resolve import resolve
 from weft.train.ranks.process import Process, join, leave
 from weft.verify.session import Session
 
@@ -159,3 +160,14 @@ def mutated_verdicts_in_rank(
             with mutation():
                 verdicts[name] = session.verify(Plan.from_tables(plan), until_wrong=name != "").as_dict()
     return verdicts if rank == 0 else {}
+
+
+def verdict_in_rank(
+    rank: int, _world: int, run: Tables, plan: Tables, scratch: str, steps: int, stages: list[str]
+) -> Tables:
+    """The verdict on a plan as `weft verify --as-is` resolves it, after these stages; on rank 0."""
+    with joined(scratch) as process:
+        resolved = resolve(plan, RunSpec.from_tables(run), on_gpu=False)
+        session = session_of(run, process, scratch, steps=steps)
+        verdict = session.verify(resolved, stages=stages)
+    return verdict.as_dict() if rank == 0 else {}

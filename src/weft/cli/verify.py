@@ -54,8 +54,10 @@ def verify(
     from weft.cli.resolve import plan_tables, require_known_sections, resolve_run
     from weft.core.plan import Plan
     from weft.plan.legality import require_legal
+    from weft.plan.model_rules import require_model_fits
     from weft.plan.resolve import resolve
     from weft.train.devices import choose_device_type, num_gpus
+    from weft.verify.refusals import require_comparable, require_enough_steps
     from weft.verify.request import VerifyRequest, every_plan
     from weft.verify.verdict import VerdictTable
 
@@ -70,6 +72,10 @@ def verify(
     plans = every_plan(num_ranks, tables, spec) if all_plans else [resolved]
     for legal in plans:
         require_legal(legal, spec)  # before any rank starts
+    if not all_plans:  # one of many is left out
+        require_model_fits(resolved, spec)
+        require_enough_steps(resolved, steps=steps)
+    require_comparable(spec)
     request = VerifyRequest(run=spec, plans=plans, steps=steps, as_is=as_is, device=device_type)
     verdicts = _run_ranks(request)
     answer = VerdictTable(run=str(run or "the embedded default"), verdicts=tuple(verdicts))

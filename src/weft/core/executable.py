@@ -6,8 +6,11 @@ from collections.abc import Iterator
 
 from weft.core.errors import NotBuiltError
 from weft.core.masters import has_wide_masters
-from weft.core.plan import BUCKET_BYTES, Plan
+from weft.core.plan import BUCKET_BYTES, SECTIONS, Plan
+from weft.core.plan_checks import check_consistent
 from weft.core.wire_bytes import CODED
+
+MOST_KEYS = 2  # that a hint names
 
 
 def require_executable(plan: Plan) -> None:
@@ -18,6 +21,23 @@ def require_executable(plan: Plan) -> None:
 
 def not_executed_reasons(plan: Plan) -> Iterator[tuple[str, str]]:
     """Every feature of the plan that this version's engine does not execute, as (sentence, hint)."""
+    for sentence, hint in _refused(plan):
+        yield sentence, hint or _hint_of_removal(plan, sentence)
+
+
+def _hint_of_removal(plan: Plan, sentence: str) -> str:
+    """Keys without which the plan is consistent and not refused with `sentence`, found by leaving each out."""
+    tables, found = plan.model_dump(exclude_defaults=True), list[str]()
+    for section, key in [(name, key) for name in reversed(SECTIONS) for key in tables.get(name, {})]:
+        left = {name: value for name, value in tables[section].items() if name != key}
+        other = Plan.model_validate({**tables, section: left})
+        if not check_consistent(other) and sentence not in [said for said, _ in _refused(other)]:
+            found.append(f"set mesh.{key} = 1" if section == "mesh" else f"remove {section}.{key}")
+    return f"{', or '.join(found[:MOST_KEYS]) or 'change that part of the plan'}; docs/status.md lists what works"
+
+
+def _refused(plan: Plan) -> Iterator[tuple[str, str]]:
+    """(sentence, hint) of every refusal; the hint is empty if leaving out a key is all that helps."""
     default = Plan()
     policy = plan.precision.policy()
     refused: list[tuple[bool, str]] = [
@@ -63,8 +83,7 @@ def not_executed_reasons(plan: Plan) -> Iterator[tuple[str, str]]:
     own = policy.has_own_gradients
     said = f"precision.gradients = {policy.gradients!r} beside master weights in {policy.master_weights}"
     refused += [(own and has, f"{said} with {what}") for has, what in _not_own_gradients(plan)]
-    general = "remove that key from the plan; docs/status.md lists what works"
-    for is_refused, what, hint in [*((is_refused, what, general) for is_refused, what in refused), *_switched_on(plan)]:
+    for is_refused, what, hint in [*((is_refused, what, "") for is_refused, what in refused), *_switched_on(plan)]:
         if is_refused:
             yield f"this version of weft does not execute {what}", hint
 
@@ -213,7 +232,8 @@ def _switched_on(plan: Plan) -> Iterator[tuple[bool, str, str]]:
     yield from _not_staged(plan)
     for has, what in _not_float8(plan):
         is_on = plan.float8.linears != "none" or plan.float8.experts != "none"
-        yield is_on and has, f"float8 with {what}", "set float8.linears and float8.experts to 'none'"
+        on = [name for name in ("linears", "experts") if getattr(plan.float8, name) != "none"]
+        yield is_on and has, f"float8 with {what}", " and ".join(f"set float8.{name} = 'none'" for name in on)
     yield (
         plan.has_delayed_updates and plan.float8.linears != "none" and plan.float8.recipe == "delayed",
         f"float8.recipe = 'delayed' with {plan.delayed_by}: scales and weights would be of different steps",
@@ -229,9 +249,11 @@ def _switched_on(plan: Plan) -> Iterator[tuple[bool, str, str]]:
 def _not_kept(plan: Plan) -> Iterator[tuple[bool, str, str]]:
     """Inputs of fully recomputed blocks can leave the device, or be divided over tensor-parallel ranks; no others."""
     activations, tensor = plan.activations, plan.tensor_parallel
-    has_no_full = activations.policy in ("none", "selective")
-    which = f"activations.policy = {activations.policy!r}: only inputs of fully recomputed blocks"
-    full = "set activations.policy = 'full'"
+    has_no_full = not activations.may_be_full
+    mixture = f" and activations.mixture = {list(activations.mixture)}" if activations.mixture is not None else ""
+    which = f"activations.policy = {activations.policy!r}{mixture}: only inputs of fully recomputed blocks"
+    blocks = activations.mixture
+    full = f"set activations.mixture = [1, {max(blocks[1] - 1, 0)}]" if blocks else "set activations.policy = 'full'"
     has_none_away = has_no_full and not activations.offload_blocks
     more = f"{full}, or activations.offload_blocks"
     yield activations.offload != "none" and has_none_away, f"activations.offload with {which} leave the device", more

@@ -61,6 +61,11 @@ class Activations(Section):
         return self.offload_blocks == "auto"
 
     @property
+    def may_be_full(self) -> bool:
+        """Whether some block is recomputed fully, or may be once a mixture is chosen."""
+        return self.policy == "full" or (self.policy == "budget" and (self.mixture is None or self.mixture[0] > 0))
+
+    @property
     def is_selective(self) -> bool:
         """Whether some block is recomputed selectively."""
         return self.policy == "selective" or (self.mixture is not None and self.mixture[1] > 0)

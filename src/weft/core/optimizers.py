@@ -34,6 +34,7 @@ OPTIMIZERS: dict[OptimizerKind, OptimizerTraits] = {
     "schedule_free": OptimizerTraits(has_second=True),  # like a first moment: the weights that plain steps move
     "adafactor": OptimizerTraits(has_first=False, has_second=True),  # of vectors; rows and columns of matrices
 }
+ROWS_ARE_SHARDED = "8-bit moments need full rows, and tensor parallelism shards rows"
 NAMES = " | ".join(OPTIMIZERS)
 
 
@@ -45,20 +46,22 @@ def is_averaged(kind: str) -> bool:
 def not_executed_with(kind: str, plan: Plan, *, ema_decay: float = 0.0) -> Iterator[tuple[str, str]]:
     """Features of the plan that this optimizer, or an average of weights, is not executed with: (sentence, hint)."""
     for is_refused, what, hint in (
-        (plan.offload.optimizer != "none", "offload.optimizer", "set offload.optimizer = 'none'"),
+        (plan.offload.optimizer != "none", "offload.optimizer", "leave [offload] out of the plan"),
         (plan.has_delayed_updates, plan.delayed_by, "choose a schedule that drains"),
     ):
         if ema_decay and is_refused:
-            yield f"train.ema_decay is not executed with {what}", f"{hint}, or train.ema_decay = 0"
+            yield f"train.ema_decay is not executed with {what}", f"set train.ema_decay = 0, or {hint}"
+    if kind == "adamw8bit" and plan.mesh.tp > 1:
+        yield ROWS_ARE_SHARDED, "use train.optimizer = 'adamw', or mesh.tp = 1"
     traits = OPTIMIZERS.get(kind)  # type: ignore[call-overload]
     if traits is None or traits.is_plain:
         return
     policy = plan.precision.policy()
     for is_refused, what, hint in (
-        (plan.offload.optimizer != "none", "offload.optimizer", "set offload.optimizer = 'none'"),
+        (plan.offload.optimizer != "none", "offload.optimizer", "leave [offload] out of the plan"),
         (plan.has_delayed_updates, plan.delayed_by, "choose a schedule that drains"),
         (policy.has_low_states, "states or weights in bfloat16", "leave precision.optimizer_state and master_weights"),
         (policy.has_own_gradients, "gradients of their own dtype", "leave precision.gradients at its preset"),
     ):
         if is_refused:
-            yield f"train.optimizer = {kind!r} is not executed with {what}", f"{hint}, or use train.optimizer = 'adamw'"
+            yield f"train.optimizer = {kind!r} is not executed with {what}", f"use train.optimizer = 'adamw', or {hint}"

@@ -40,7 +40,7 @@ def check_consistent(plan: Plan) -> list[tuple[str, str]]:
         reasons.append(
             (
                 f"pipeline.vertical_sync is for pipedream, but the schedule is {plan.pipeline.schedule}",
-                "remove vertical_sync, or use pipeline.schedule = 'pipedream'",
+                "remove pipeline.vertical_sync, or use pipeline.schedule = 'pipedream'",
             )
         )
     if plan.activations.mixture is not None and plan.activations.policy != "budget":
@@ -68,7 +68,7 @@ def check_consistent(plan: Plan) -> list[tuple[str, str]]:
         reasons.append(
             (
                 f"ep = {mesh.ep} does not divide {product} = {pool}",
-                f"raise mesh.dp_shard to a multiple of {mesh.ep}, or set mesh.ep to a divisor of {pool}",
+                f"raise mesh.dp_shard to a multiple of {mesh.ep}, or set mesh.ep = {math.gcd(pool, mesh.ep)}",
             )
         )
     return reasons
@@ -104,7 +104,10 @@ def _check_accuracy(plan: Plan) -> Iterator[tuple[str, str]]:
     """Check `float8.measure_every` and `float8.fallback_error` against each other and the rest."""
     float8 = plan.float8
     if float8.measure_every and float8.linears == float8.experts == "none":
-        yield "float8.measure_every measures nothing: no product is in float8", "set float8.linears = 'all'"
+        yield (
+            "float8.measure_every measures nothing: no product is in float8",
+            "set float8.measure_every = 0, or float8.linears = 'all'",
+        )
     if float8.fallback_error and not float8.measure_every:
         yield "float8.fallback_error needs measured steps", "set float8.measure_every"
     if float8.fallback_error and float8.gather == "float8" and "gather" in float8.model_fields_set:

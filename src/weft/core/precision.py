@@ -169,12 +169,18 @@ def impossible(policy: PrecisionPolicy) -> Iterator[tuple[str, str]]:
     for name, (formats, why) in _FREE.items():
         value = getattr(policy, name)
         if value not in formats:
-            yield f"precision.{name} = {value!r}: {why.format(value)}", f"use {' or '.join(map(repr, formats))}"
+            yield (
+                f"precision.{name} = {value!r}: {why.format(value)}",
+                f"set precision.{name} = {' or '.join(map(repr, formats))}",
+            )
     for name, formats, why in _tied(policy):
         value = getattr(policy, name)
         if value not in formats:
             allowed = " or ".join(repr(one) for one in dict.fromkeys(formats))
-            yield f"precision.{name} = {value!r} with weights in {policy.weights}: {why}", f"use {allowed}"
+            yield (
+                f"precision.{name} = {value!r} with weights in {policy.weights}: {why}",
+                f"set precision.{name} = {allowed}",
+            )
 
 
 def _tied(policy: PrecisionPolicy) -> Iterator[tuple[str, tuple[Format, ...], str]]:

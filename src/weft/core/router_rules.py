@@ -30,10 +30,9 @@ def check_router(plan: Plan, spec: RouterSpec) -> Iterator[tuple[str, str]]:
             "choose a pipeline.schedule that flushes, such as '1f1b', without offload.delayed, or leave [router] out",
         )
     if spec.capacity_factor and has_sequence_slices(plan):
-        yield (
-            "router.capacity_factor counts the tokens of full sequences, and with sequence parallel a rank has a slice",
-            "set tensor_parallel.sequence_parallel = false, or router.capacity_factor = 0",
-        )
+        why, hint = _slices(plan)
+        sentence = f"router.capacity_factor counts the tokens of full sequences, and with {why} a rank has a slice"
+        yield sentence, f"{hint}, or router.capacity_factor = 0"
     if spec.balance_loss and spec.balance_over == "transformers":
         yield from _check_pooled(plan)
 
@@ -44,10 +43,9 @@ def _check_pooled(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.mesh.pp > 1:
         yield f"{asked} needs the choices of all layers on each rank", "use mesh.pp = 1, or balance_over = 'batch'"
     if has_sequence_slices(plan):
-        yield (
-            f"{asked} needs the choices of full sequences, and with sequence parallel a rank has a slice",
-            "set tensor_parallel.sequence_parallel = false, or router.balance_over = 'batch'",
-        )
+        why, hint = _slices(plan)
+        sentence = f"{asked} needs the choices of full sequences, and with {why} a rank has a slice"
+        yield sentence, f"{hint}, or router.balance_over = 'batch'"
     if plan.compile.enabled:
         yield (
             f"{asked} is not supported in compiled blocks: the gradient of a layer depends on later ones",
@@ -59,3 +57,10 @@ def has_sequence_slices(plan: Plan) -> bool:
     """Whether a router sees a slice of each sequence."""
     tensor = plan.tensor_parallel
     return plan.mesh.cp > 1 or (plan.mesh.tp > 1 and tensor.mode == "1d" and tensor.sequence_parallel)
+
+
+def _slices(plan: Plan) -> tuple[str, str]:
+    """(what slices the sequence, how to have it in full)."""
+    if plan.mesh.cp > 1:
+        return "context parallel", "set mesh.cp = 1"
+    return "sequence parallel", "set tensor_parallel.sequence_parallel = false"

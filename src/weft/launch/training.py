@@ -57,7 +57,13 @@ def train(
         tables = tables or (read_toml(out / "plan.toml") if nproc is None else {})
     num_ranks = options.pop("num_ranks", None) or nproc
     job = Job.create(
-        run=run or RunSpec.default(), plan_tables=tables, num_ranks=num_ranks, out=out, resume=resume, **options
+        run=run or RunSpec.default(),
+        plan_tables=tables,
+        num_ranks=num_ranks,
+        out=out,
+        resume=resume,
+        has_own_model=model is not None,
+        **options,
     )
     if given_ranks(os.environ) is None and (job.plan.num_ranks > 1 or max_restarts):
         from weft.train.folder.run_folder import RunFolder

@@ -150,7 +150,7 @@ def _single_keys(request: Request, plan: Plan) -> Iterator[Keys]:
     yield from ({"pipeline.microbatches": count} for count in _more_microbatches(request, plan))
     yield from _more_recompute(plan)
     yield from _higher_stages(plan)
-    if request.workload.optimizer in ("adam", "adamw"):
+    if request.workload.optimizer in ("adam", "adamw") and plan.mesh.tp == 1:
         own_kernel = {} if request.workload.optimizer_kernel == "auto" else {"train.optimizer_kernel": "auto"}
         yield {"train.optimizer": "adamw8bit", **own_kernel}
     if plan.precision.preset == "fp32" and request.precision == plan.precision.policy():

@@ -275,7 +275,7 @@ def columns_of(plans: Sequence[Plan]) -> Columns:
         cp_split=column(CP_SPLITS.index(plan.context_parallel.split) for plan in plans),
         zero=column(plan.data_parallel.zero for plan in plans),
         microbatches=column(plan.pipeline.microbatches for plan in plans),
-        schedule=column(SCHEDULES.index(plan.pipeline.schedule) for plan in plans),
+        schedule=column(_schedule(plan) for plan in plans),
         virtual_stages=column(plan.pipeline.virtual_stages for plan in plans),
         recompute=column(RECOMPUTE.index(plan.activations.policy) for plan in plans),
         full_blocks=column(full for full, _ in mixtures),
@@ -393,6 +393,12 @@ def _mixture(plan: Plan) -> tuple[int, int]:
             hint="set activations.mixture = [full, selective], or name the devices to have it chosen",
         )
     return plan.activations.mixture or (0, 0)
+
+
+def _schedule(plan: Plan) -> int:
+    """Without a pipeline there is one schedule, whatever the plan names: the default."""
+    pipeline = plan.pipeline if plan.mesh.pp > 1 else Pipeline()
+    return SCHEDULES.index(pipeline.schedule)
 
 
 def _blocks_away(plan: Plan) -> int:

@@ -5,13 +5,14 @@ A rule is True for the plans that break it. `check_plan` returns the reasons, wi
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
 from weft.plan.axes import AXES
 from weft.plan.axis import Rule, common, divisors, head_counts
-from weft.plan.columns import NVME, TP_MODES, Bools, Columns
+from weft.plan.columns import NVME, TP_MODES, Bools, Columns, Ints
 from weft.plan.request import Request
 from weft.plan.time.float8 import has_float8
 
@@ -53,10 +54,15 @@ def _inputs_are_recomputed(request: Request, columns: Columns) -> Bools:
 
 def _tensors_are_of_kept_blocks(request: Request, columns: Columns) -> Bools:
     """Saved tensors of so many blocks leave, and of no pipeline."""
+    return (columns.offload_blocks > _most_offloaded(request, columns)) & (columns.offload_blocks > 0)
+
+
+def _most_offloaded(request: Request, columns: Columns) -> Ints:
+    """Blocks that are not recomputed, if their tensors can leave."""
     kept = request.shape.num_layers - columns.full_blocks - columns.selective_blocks
-    kept = np.where(columns.recomputes("full") | columns.recomputes("selective"), 0, kept)
-    cannot = (columns.pp > 1) | (columns.offload_activations == 0)
-    return (columns.offload_blocks > np.where(cannot, 0, kept)) & (columns.offload_blocks > 0)
+    recomputes_all = columns.recomputes("full") | columns.recomputes("selective")
+    cannot = recomputes_all | (columns.pp > 1) | (columns.offload_activations == 0)
+    return np.asarray(np.where(cannot, 0, kept), dtype=np.int64)
 
 
 def _inputs_are_whole(request: Request, columns: Columns) -> Bools:
@@ -145,7 +151,7 @@ _LAST: tuple[Rule, ...] = (
         "offloaded_blocks",
         "activations.offload_blocks names more blocks than keep their activations; pipelines have none",
         _tensors_are_of_kept_blocks,
-        lambda request, columns: "set activations.offload = 'cpu' and fewer activations.offload_blocks",
+        lambda request, columns: f"set activations.offload_blocks = {int(_most_offloaded(request, columns)[0])}",
     ),
     Rule(
         "partition",
@@ -182,10 +188,12 @@ def legal_rows(request: Request, columns: Columns) -> tuple[Bools, dict[str, int
     return alive, refused
 
 
-def check_plan(request: Request, columns: Columns) -> list[tuple[str, str]]:
-    """Reasons against the one plan in `columns`, as (sentence, hint)."""
+def check_plan(request: Request, columns: Columns, *, names: Collection[str] | None = None) -> list[tuple[str, str]]:
+    """Reasons against the one plan in `columns`, as (sentence, hint): of all rules, or of those with these names."""
     reasons = []
     for rule in RULES:
+        if names is not None and rule.name not in names:
+            continue
         if bool(rule.broken(request, columns)[0]):
             hint = rule.nearest(request, columns) if rule.nearest else "change that part of the plan"
             reasons.append((rule.sentence, hint))

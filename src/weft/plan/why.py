@@ -135,7 +135,7 @@ def smallest_changes(answer: Answer) -> list[str]:
         if estimate(changed, smallest.plan).fits:
             lines.append(f"sequences of {shorter:,} tokens")
             break
-    if request.workload.optimizer in ("adam", "adamw"):
+    if request.workload.optimizer in ("adam", "adamw") and smallest.plan.mesh.tp == 1:
         changed = replace(request, workload=replace(request.workload, optimizer="adamw8bit"))
         if estimate(changed, smallest.plan).fits:
             lines.append("the 8-bit optimizer (train.optimizer = 'adamw8bit')")

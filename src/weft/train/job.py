@@ -18,6 +18,7 @@ from weft.core.errors import WeftError
 from weft.core.plan import Plan
 from weft.core.router_rules import with_capacity
 from weft.core.run_spec import RunSpec
+from weft.plan.model_rules import require_model_fits
 from weft.plan.resolve import resolve, with_mixture_for
 from weft.train.devices import DeviceChoice, DeviceType, choose_device_type, local_devices
 from weft.train.ranks.environment import given_ranks, read_local_size
@@ -50,8 +51,11 @@ class Job:
         quiet: bool = False,
         may_change: Sequence[str] = (),
         source: str = "the plan",
+        has_own_model: bool = False,
     ) -> Job:
-        """A job with its plan resolved and its device type chosen. `num_ranks`: as `plan.resolve` has it."""
+        """A job with its plan resolved and its device type chosen. `num_ranks`: as `plan.resolve` has it.
+
+        `has_own_model`: the caller's own, which run.model does not describe."""
         is_rank = given_ranks(os.environ) is not None
         planned_ranks = num_ranks or Plan.from_tables(plan_tables, source=source).num_ranks
         local_ranks = read_local_size(os.environ) if is_rank else planned_ranks
@@ -63,6 +67,8 @@ class Job:
         plan = resolve(
             plan_tables, run, on_gpu=device_type == "cuda", num_ranks=num_ranks, machine=devices, source=source
         )
+        if not has_own_model:
+            require_model_fits(plan, run)
         run = with_model_files(run)  # a refused plan downloads nothing
         # of the run from here on: a resume with another plan drops the same choices
         run = run.model_copy(update={"router": with_capacity(run.router, plan)})

@@ -236,16 +236,18 @@ def plan_precision(plan: Plan, train: TrainSpec) -> ReferencePrecision:
 def _coded_sums(plan: Plan) -> dict[str, Any]:
     """How weights and gradients are rounded on their way: which micro-batches are summed before, whether sums are."""
     dp, mesh, policy = plan.data_parallel, plan.mesh, plan.precision.policy()
-    gather = {"gather": plan.coded_gather} if mesh.dp_shard > 1 else {}
-    if mesh.dp_degree == 1 or not policy.has_coded_sums:
+    # context-parallel ranks hold shards, or replicas, as data-parallel ones do
+    shards, replicas = (mesh.dp_shard * mesh.cp, mesh.dp_replicate) if dp.zero else (1, mesh.dp_degree * mesh.cp)
+    gather = {"gather": plan.coded_gather} if shards > 1 else {}
+    if shards * replicas == 1 or not policy.has_coded_sums:
         return gather
-    each = dp.zero >= 2 and mesh.dp_shard > 1
+    each = dp.zero >= 2 and shards > 1
     return {
         **gather,
         "reduce": policy.reduce,
         "feeds_back": dp.error_feedback,
         "chunks_per_sum": 1 if each else plan.pipeline.microbatches,
-        "rounds_sums": mesh.dp_replicate > 1,
+        "rounds_sums": replicas > 1,
     }
 
 

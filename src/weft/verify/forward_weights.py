@@ -147,9 +147,13 @@ def _weights_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _parts(value: Tensor, shard: LocalShard | None) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], Tensor]]:
-    """The chunks of the full tensor that a local one has."""
-    if shard is None or tuple(value.shape) != shard.local_shape:
+    """The chunks of the full tensor that a local one has; low-bit codes of several chunks are one part."""
+    if shard is None or (tuple(value.shape) != shard.local_shape and value.numel() == 1):
         yield (0,) * value.ndim, tuple(value.shape), value
+        return
+    if tuple(value.shape) != shard.local_shape:  # codes of a frozen base, in another shape: ranks hold different ones
+        places = ([*chunk.offsets, *chunk.sizes] for chunk in shard.chunks)
+        yield tuple(number for place in places for number in place), tuple(value.shape), value
         return
     for chunk in shard.chunks:
         yield chunk.offsets, chunk.sizes, value[chunk.local_index]

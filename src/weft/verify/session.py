@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.coded_sums import without_rounding
-from weft.core.errors import PipelineError, PlanError
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.core.tensor_grid import row_chunks
@@ -29,7 +28,6 @@ from weft.engine.reference import row_log_probs
 from weft.engine.router.apply import with_router_of
 from weft.models.adapter.build import initial_weights
 from weft.plan.legality import is_legal
-from weft.schedule import Calls
 from weft.train.build import run_objective
 from weft.train.ranks.process import Process
 from weft.train.rate import learning_rate_at
@@ -51,6 +49,7 @@ from weft.verify.layouts import plan_name
 from weft.verify.planned import PlannedCollectives, check_collectives
 from weft.verify.prediction import check_prediction
 from weft.verify.references import ReferenceCache, References
+from weft.verify.refusals import require_comparable, require_enough_steps
 from weft.verify.repeatable import repeatable
 from weft.verify.router_reference import is_declared, require_declared, require_verifiable
 from weft.verify.run_trace import Exercise, Tensors
@@ -60,7 +59,6 @@ from weft.verify.whole_runs import WholeRuns
 
 ACTIVE_CLIP = 0.25  # well below the first gradient norms of fresh models, so that clipping is verified too
 OTHER_SPLITS = 3
-LEAST_DELAYED = 4  # steps of a plan with offload.delayed; the training loop restarts in the middle
 # the first creates the optimizer states and may peak there; the second finds the peak, the third takes its terms
 MEASURED_STEPS = 3
 
@@ -81,6 +79,7 @@ class Session:
         if steps < 2:
             raise ValueError(f"steps is {steps}, but only two steps show an update and a resume: set at least 2")
         self.subject = Subject.open(run, device=device, num_ranks=process.world_size)
+        require_comparable(run)
         require_verifiable(self.subject.skeleton(), run.router)
         self.process = process
         self.steps = steps
@@ -294,29 +293,6 @@ class Session:
         if self.process.world_size > 1:
             dist.all_reduce(wrong, op=dist.ReduceOp.MAX)
         return bool(wrong.item())
-
-
-def require_enough_steps(plan: Plan, *, steps: int) -> None:
-    """Require enough steps to fill a pipeline that never drains: the last step, whose collectives are checked, must be
-    full, and the evaluation after the first step drains.
-
-    Called before anything trains, so that every rank refuses."""
-    pipeline = plan.pipeline
-    if plan.offload.delayed and steps < LEAST_DELAYED:
-        raise PlanError(
-            f"{steps} steps do not show that offload.delayed delays updates by one step: the third is the first to "
-            "read an update",
-            hint=f"verify it with --steps {LEAST_DELAYED} or more",
-        )
-    if not plan.never_flushes:
-        return
-    calls = Calls(name=pipeline.schedule, num_ranks=plan.mesh.pp, num_microbatches=pipeline.microbatches)
-    least = 2 + calls.delay
-    if steps < least:
-        raise PipelineError(
-            f"{steps} steps do not fill {pipeline.schedule} over {plan.mesh.pp} ranks after the first evaluation",
-            hint=f"verify it with --steps {least} or more",
-        )
 
 
 def _num_untrained(found: Evidence) -> int:

@@ -45,3 +45,39 @@ def test_the_hint_for_weights_on_the_host_names_the_missing_half(optimizer: str)
     plan = Plan.from_tables({"offload": {"parameters": "cpu", "optimizer": optimizer}})
     hints = [hint for sentence, hint in not_executed_reasons(plan) if "offload.parameters" in sentence]
     assert hints == ["set offload.optimizer = 'cpu'"]
+
+
+@pytest.mark.parametrize(
+    ("tables", "hint"),
+    [
+        (
+            {"mesh": {"dp_shard": 2}, "data_parallel": {"zero": 3, "bucket_bytes": 2048}},
+            "remove data_parallel.bucket_bytes; docs/status.md lists what works",
+        ),
+        # without the stage, dp_shard implies ZeRO-3; without the format, error feedback would contradict itself
+        (
+            {
+                "mesh": {"dp_shard": 2, "tp": 2},
+                "data_parallel": {"error_feedback": True},
+                "precision": {"reduce": "bfloat16"},
+            },
+            "remove data_parallel.error_feedback, or set mesh.tp = 1; docs/status.md lists what works",
+        ),
+        (
+            {"mesh": {"cp": 2, "ep": 2}},
+            "set mesh.ep = 1; docs/status.md lists what works",
+        ),
+    ],
+)
+def test_a_hint_names_keys_without_which_the_plan_is_executed(tables: dict[str, Any], hint: str) -> None:
+    assert [said for _, said in not_executed_reasons(Plan.from_tables(tables))] == [hint]
+
+
+@pytest.mark.parametrize(
+    "keys", [{"policy": "none"}, {"policy": "selective"}, {"policy": "budget", "mixture": [0, 1]}], ids=str
+)
+def test_inputs_leave_only_where_a_block_is_fully_recomputed(keys: dict[str, Any]) -> None:
+    plan = Plan.from_tables({"activations": {**keys, "offload": "cpu"}})
+    assert any("leave the device" in sentence for sentence, _ in not_executed_reasons(plan))
+    full = {"policy": "budget", "mixture": [1, 1], "offload": "cpu"}
+    assert not list(not_executed_reasons(Plan.from_tables({"activations": full})))

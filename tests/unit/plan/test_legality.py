@@ -197,6 +197,24 @@ def test_a_layout_that_cannot_do_what_router_asks_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("mesh", "hint"), [({"cp": 2}, "set mesh.cp = 1"), ({"tp": 2}, "set tensor_parallel.sequence_parallel = false")]
+)
+@pytest.mark.parametrize("router", [{"capacity_factor": 1.0}, {"balance_loss": 0.1, "balance_over": "transformers"}])
+def test_the_hint_names_what_slices_the_sequence(mesh: dict[str, int], hint: str, router: dict[str, Any]) -> None:
+    asked = run(8, model={"type": "mixtral"}, router=router)
+    with pytest.raises(NotBuiltError, match="a rank has a slice") as refused:
+        require_legal(Plan.from_tables({"mesh": mesh}), asked)
+    assert refused.value.hint.startswith(f"{hint}, or router.")
+
+
+def test_8_bit_moments_are_refused_where_rows_are_sharded() -> None:
+    eight_bit = run(8, train={"optimizer": "adamw8bit"})
+    with pytest.raises(NotBuiltError, match="8-bit moments need full rows") as refused:
+        require_legal(Plan.from_tables({"mesh": {"tp": 2}}), eight_bit)
+    assert "mesh.tp = 1" in refused.value.hint
+
+
+@pytest.mark.parametrize(
     "tables",
     [
         {"mesh": {"pp": 2}, "pipeline": {"schedule": "pipedream_2bw", "microbatches": 4}},

@@ -21,6 +21,7 @@ from weft.schedule import check_request
 LLAMA = request_of(global_batch=64, sequence_length=4096)  # 32 heads, 8 key-value heads, 32 blocks, 8 H100
 QWEN = request_of("qwen2.5-0.5b", global_batch=64, sequence_length=4096)  # 14 heads, 2 key-value heads
 MOE = request_of(tiny_mixtral(), global_batch=64, sequence_length=4096)  # 8 experts, 4 blocks
+TIED = request_of(tiny_llama(tie_word_embeddings=True), global_batch=64)
 ODD_WIDTH = request_of(tiny_llama(intermediate_size=770), global_batch=64, sequence_length=4096)
 TWELVE_KV = request_of(tiny_llama(hidden_size=384, num_attention_heads=24, num_key_value_heads=12), global_batch=64)
 TWO_NODES = request_of(devices="2x8xH100-80GB", global_batch=64, sequence_length=4096)
@@ -96,12 +97,12 @@ BROKEN: list[tuple[str, Request, dict[str, Any]]] = [
     ("virtual_stages", LLAMA, {"pp": 8, "microbatches": 8, "schedule": "interleaved_1f1b"}),
     ("virtual_stages", LLAMA, {"pp": 8, "microbatches": 8, "schedule": "zbv"}),
     ("virtual_stages", LLAMA, {"dp_replicate": 8, "virtual_stages": 2}),
-    ("microbatches", LLAMA, {"pp": 8, "microbatches": 4, "schedule": "naive"}),
     ("microbatches", LLAMA, {"pp": 8, "microbatches": 4, "schedule": "interleaved_1f1b", "virtual_stages": 2}),
     ("microbatches", LLAMA, {"pp": 8, "microbatches": 8, "schedule": "dualpipev", "virtual_stages": 2}),
     ("microbatches", LLAMA, {"pp": 8, "microbatches": 4, "schedule": "zbv", "virtual_stages": 2}),
     ("microbatches", LLAMA, {"pp": 8, "microbatches": 4, "schedule": "pipedream_2bw"}),
-    ("schedule", LLAMA, {"dp_replicate": 8, "schedule": "gpipe"}),
+    ("full_rows", request_of(optimizer="adamw8bit"), {"tp": 8}),
+    ("tied_updates", TIED, {"pp": 2, "dp_replicate": 4, "microbatches": 2, "schedule": "pipedream"}),
     ("asynchronous", LLAMA, {"pp": 4, "dp_shard": 2, "zero": 1, "schedule": "pipedream", "microbatches": 8}),
     ("float8", request_of(devices="8xA100-80GB"), {"dp_replicate": 8, "linears": "all"}),
     ("float8_weights", request_of(preset="fp32"), {"dp_replicate": 8, "linears": "auto"}),
@@ -149,6 +150,17 @@ def test_a_plan_that_breaks_one_rule_gets_that_reason_only(name: str, request_: 
     reasons = check_plan(request_, columns_with(plan))
     assert [sentences[sentence] for sentence, _ in reasons] == [name]
     assert all(hint for _, hint in reasons)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"pp": 8, "microbatches": 4, "schedule": "naive"},  # further micro-batches repeat its bubble
+        {"dp_replicate": 8, "schedule": "pipedream"},  # a name that nothing reads without a pipeline
+    ],
+)
+def test_what_trains_is_planned(plan: dict[str, Any]) -> None:
+    assert not check_plan(LLAMA, columns_with(plan))
 
 
 def test_every_rule_is_broken_by_some_plan_above() -> None:

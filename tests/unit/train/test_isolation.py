@@ -17,11 +17,12 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from weft.core.data_spec import DataSpec
 from weft.core.errors import NotBuiltError
+from weft.core.isolation import ISOLATING_FAMILIES
 from weft.core.run_spec import ModelSpec
 from weft.data import Loader, open_corpus
 from weft.data.rows import RowLayout, document_positions
 from weft.models.build import build_config, build_skeleton
-from weft.train.isolation import ISOLATING_FAMILIES, require_isolation
+from weft.train.isolation import require_isolation
 
 END = 256
 # Whatever of these a family knows makes it small.

@@ -14,8 +14,9 @@ from weft.core.errors import PipelineError, PlanError
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.verify import worker
+from weft.verify.refusals import require_enough_steps
 from weft.verify.request import VerifyRequest
-from weft.verify.session import STAGES, Session, require_enough_steps
+from weft.verify.session import STAGES, Session
 from weft.verify.verdict import Check
 
 CPU = torch.device("cpu")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.verify.forward_weights import Copy, Seen, check_forward_weights
+import torch
+
+from weft.core.shards import Chunk, LocalShard
+from weft.verify.forward_weights import Copy, Seen, _parts, check_forward_weights
 from weft.verify.verdict import Check
 
 TABLE: Copy = ("embed.weight", "bfloat16", (0, 0), (8, 4))
@@ -44,3 +47,17 @@ def test_weights_that_change_within_a_step_fail_but_where_updates_do_so() -> Non
     assert check(both, never_flushes=True).ok
     assert not check([seen(TABLE, 7, 8), seen(TABLE, 8, 8)], never_flushes=True).ok
     assert check([seen(TABLE, 7, 8), seen(TABLE, 8, name="head.weight")], never_flushes=True).ok, "another stage"
+
+
+def shard_at(offset: int) -> LocalShard:
+    chunk = Chunk(offsets=(offset, 0), sizes=(4, 8), local_offsets=(0, 0))
+    return LocalShard(shape=(8, 8), local_shape=(4, 8), chunks=(chunk,), axis_names=("tp",))
+
+
+def test_codes_of_different_shards_are_no_copies_of_each_other() -> None:
+    """Codes of a frozen base have another shape than the shard; of a shared scale all ranks have a copy."""
+    codes, scale = torch.zeros(4, 5, dtype=torch.uint8), torch.ones(())
+    first, second = (list(_parts(codes, shard_at(offset))) for offset in (0, 4))
+    assert first[0][:2] != second[0][:2]
+    assert first[0][2] is codes
+    assert [one[:2] for one in _parts(scale, shard_at(0))] == [one[:2] for one in _parts(scale, shard_at(4))]

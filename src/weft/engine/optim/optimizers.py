@@ -21,7 +21,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from weft.core.errors import BadValueError, NotBuiltError
 from weft.core.muon import Precision, Scale
-from weft.core.optimizers import OPTIMIZERS, OptimizerKind
+from weft.core.optimizers import OPTIMIZERS, ROWS_ARE_SHARDED, OptimizerKind
 from weft.core.parameter_groups import GroupSpec, decay_of, ratio_of
 from weft.core.run_spec import TrainSpec
 from weft.core.shards import LocalShard
@@ -88,7 +88,7 @@ def make_optimizer(
     if isinstance(given, OptimizerPolicy):
         if given.kind == "adamw8bit" and not all(shard.has_full_rows for shard in shards.values()):
             raise NotBuiltError(
-                "8-bit moments need full rows, and tensor parallelism shards rows",
+                ROWS_ARE_SHARDED,
                 hint="use train.optimizer = 'adamw', or mesh.tp = 1",
             )
         shapes: dict[torch.Tensor, torch.Size] = {

@@ -40,21 +40,21 @@ def _microbatches_suit(request: Request, columns: Columns) -> Bools:
     m, p = columns.microbatches, columns.pp
     is_pipeline = p > 1
     return is_pipeline & (
-        (columns.named("naive") & (m != 1))
-        | (columns.named("interleaved_1f1b") & (m % p != 0))
+        (columns.named("interleaved_1f1b") & (m % p != 0))
         | (columns.named("dualpipev") & (m < 2 * p))
         | ((columns.named("zbv") | columns.named("pipedream_2bw")) & (m < p))
     )
-
-
-def _schedule_without_pipeline(request: Request, columns: Columns) -> Bools:
-    return (columns.pp == 1) & ~columns.named("1f1b")
 
 
 def _gathers_with_pipeline(request: Request, columns: Columns) -> Bools:
     """Asynchronous pipelines keep several unsharded weight versions."""
     is_async = columns.named("pipedream") | columns.named("pipedream_2bw")
     return is_async & (columns.zero > 0) & (columns.pp > 1)
+
+
+def _tied_copies_update_at_once(request: Request, columns: Columns) -> Bools:
+    """Stages of pipedream update one after the other, and a tied table is on two."""
+    return (columns.pp > 1) & columns.named("pipedream") & request.shape.tied_head
 
 
 def _numbers_of_blocks(request: Request, columns: Columns) -> str:
@@ -77,10 +77,15 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("virtual_stages", "the schedule does not support that many stages per rank", _virtual_stages_suit),
     Rule("microbatches", "the schedule does not support that many micro-batches", _microbatches_suit),
-    Rule("schedule", "a schedule needs a pipeline", _schedule_without_pipeline),
     Rule(
         "asynchronous",
         "an asynchronous pipeline keeps unsharded weights, so it supports no ZeRO stage",
         _gathers_with_pipeline,
+    ),
+    Rule(
+        "tied_updates",
+        "pipedream updates each stage separately, and the first and the last stage share a tied table",
+        _tied_copies_update_at_once,
+        lambda request, columns: "set pipeline.schedule = 'pipedream_2bw', or take a model whose head is not tied",
     ),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from weft.core.optimizers import ROWS_ARE_SHARDED
 from weft.plan.axis import Rule, common, divisors, head_counts, sharding_ranks
 from weft.plan.columns import TP_MODES, Bools, Columns
 from weft.plan.request import Request
@@ -55,6 +56,10 @@ def _stream_is_straight(request: Request, columns: Columns) -> Bools:
     return is_asked & (not request.shape.has_straight_stream)
 
 
+def _rows_are_sharded(request: Request, columns: Columns) -> Bools:
+    return (columns.tp > 1) & (request.workload.optimizer == "adamw8bit")
+
+
 def _tensor_stays_in_node(request: Request, columns: Columns) -> Bools:
     return (columns.tp > request.cluster.devices_per_node) & (not request.tp_may_leave_node)
 
@@ -91,6 +96,12 @@ RULES: tuple[Rule, ...] = (
         "shards over tp must be whole blocks of float8 scales",
         blocks_are_cut,
         lambda request, columns: "choose a smaller mesh.tp, or set float8.recipe = 'rowwise'",
+    ),
+    Rule(
+        "full_rows",
+        ROWS_ARE_SHARDED,
+        _rows_are_sharded,
+        lambda request, columns: "use train.optimizer = 'adamw', or mesh.tp = 1",
     ),
     Rule("node", "tensor parallelism stays inside a node", _tensor_stays_in_node),
 )
