@@ -89,6 +89,7 @@ def test_a_sequence_that_ranks_cannot_share_is_refused_where_they_would_share_it
         ("consistent", {"pipeline": {"vertical_sync": True}}, 1, 64),
         ("executable", {"mesh": {"tp": 2}, "compile": {"enabled": True}}, 1, 64),
         ("context", {"mesh": {"cp": 3}, "context_parallel": {"attention": "ulysses"}}, 1, 64),
+        ("context", {"mesh": {"cp": 6}, "context_parallel": {"attention": "ring", "ulysses": 3}}, 1, 72),
         ("schedule", {"mesh": {"pp": 2}, "pipeline": {"schedule": "zbv"}}, 1, 64),
         ("batch", {"pipeline": {"microbatches": 2}}, 1, 64),
         ("sequence", {"mesh": {"tp": 2}}, 1, 63),

@@ -26,14 +26,13 @@ def check_context(plan: Plan, run: RunSpec, shape: ModelShape | None) -> list[tu
     if plan.context_parallel.attention == "ring" and (reason := why_not_in_ring(model)):
         name = type(model).__name__
         return [(f"context_parallel.attention = 'ring' cannot add up the attention of {name}: {reason}", _GATHER)]
-    degree = plan.mesh.cp * plan.mesh.tp
+    over_heads = plan.context_parallel.head_ranks(plan.mesh.cp)
+    degree = over_heads * plan.mesh.tp
     heads = [kind.attention.num_heads for kind in shape.kinds if kind.attention is not None] if shape else []
     uneven = [count for count in heads if count % degree]
-    if plan.context_parallel.attention == "ulysses" and uneven:
-        sentence = (
-            f"{uneven[0]} heads do not divide over {degree} ranks, as context_parallel.attention = 'ulysses' needs"
-        )
-        return [(sentence, _GATHER)]
+    if over_heads > 1 and uneven:
+        sentence = f"{uneven[0]} heads do not divide over {degree} ranks, which exchange them (context_parallel)"
+        return [(sentence, f"{_GATHER} and context_parallel.ulysses = 1")]
     return _padded_mixture(plan, run, shape)
 
 

@@ -27,10 +27,15 @@ def _replicates_experts(request: Request, columns: Columns) -> Bools:
 
 
 def _heads_do_not_divide(request: Request, columns: Columns) -> Bools:
-    over_heads = (columns.cp > 1) & (columns.cp_attention == CP_ATTENTIONS.index("ulysses"))
     counts = [kind.attention.num_heads for kind in request.shape.kinds if kind.attention is not None]
-    uneven = [count % (columns.cp * columns.tp) != 0 for count in counts]
-    return over_heads & np.any([np.zeros(len(columns), dtype=bool), *uneven], axis=0)
+    uneven = [count % (columns.head_ranks * columns.tp) != 0 for count in counts]
+    return (columns.head_ranks > 1) & np.any([np.zeros(len(columns), dtype=bool), *uneven], axis=0)
+
+
+def _groups_do_not_divide(request: Request, columns: Columns) -> Bools:
+    has_all = columns.cp_attention == CP_ATTENTIONS.index("ulysses")
+    is_uneven = (columns.cp % columns.cp_ulysses != 0) | (columns.cp_ulysses >= columns.cp)
+    return (columns.cp > 1) & (columns.cp_ulysses > 1) & (has_all | is_uneven)
 
 
 RULES: tuple[Rule, ...] = (
@@ -59,9 +64,17 @@ RULES: tuple[Rule, ...] = (
         lambda request, columns: "set data_parallel.zero = 1, 2 or 3",
     ),
     Rule(
+        "context_groups",
+        "context_parallel.ulysses is a part of the ranks of mesh.cp, for attention = 'ring' or 'gather'",
+        _groups_do_not_divide,
+        lambda request, columns: "set context_parallel.ulysses to a divisor of mesh.cp below it, or to 1",
+    ),
+    Rule(
         "context_heads",
-        "context_parallel.attention = 'ulysses' needs attention heads that divide over context and tensor ranks",
+        "context-parallel ranks that exchange heads (ulysses) need heads that divide over them and over tensor ranks",
         _heads_do_not_divide,
-        lambda request, columns: f"heads: {common(head_counts(request))}; or use context_parallel.attention = 'gather'",
+        lambda request, columns: (
+            f"heads: {common(head_counts(request))}; or use context_parallel.attention = 'gather' alone"
+        ),
     ),
 )

@@ -14,6 +14,7 @@ from weft.core.plan import ContextParallel
 from weft.engine.cp.context import CPContext
 from weft.engine.cp.masks import MASKS, WholeRows
 from weft.engine.cp.positions import Positions
+from weft.engine.mesh import ContextGroups
 
 LENGTH = 8
 
@@ -22,7 +23,8 @@ def test_a_mask_function_over_a_ranks_own_positions_is_refused(monkeypatch: pyte
     assert sys.modules[MASKS] is transformers.masking_utils
     monkeypatch.setattr("torch.distributed.get_world_size", lambda _group: 2)
     monkeypatch.setattr("torch.distributed.get_rank", lambda _group: 0)
-    context = CPContext(ContextParallel(), None, inner="sdpa", multiple=1)  # type: ignore[arg-type]
+    groups = ContextGroups(None, None, None)  # type: ignore[arg-type]
+    context = CPContext(ContextParallel(), groups, inner="sdpa", multiple=1)
     positions = Positions(length=LENGTH, degree=2, rank=0, split="zigzag")
     context._rows = WholeRows(positions=positions, length=LENGTH, documents=None)
     kinds = torch.zeros(1, LENGTH // 2)
