@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_cases import request_of, tiny_llama
 
-from weft.core.errors import BatchError, MeshError, NotBuiltError
+from weft.core.errors import BatchError, MeshError, NotBuiltError, WeftError
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.plan.columns import columns_of
@@ -55,6 +55,22 @@ def test_a_grid_deals_out_rows_too(mode: str, tp: int, rows: int) -> None:
     require_legal(Plan.from_tables(tables), run(rows))
     with pytest.raises(BatchError, match=f"{rows} rows of the {mode} grid"):
         require_legal(Plan.from_tables(tables), run(rows // 2))
+
+
+@pytest.mark.parametrize(
+    ("cp", "policy", "hint"),
+    [
+        (8, {"attention": "ulysses"}, "set context_parallel.attention = 'gather' and context_parallel.ulysses = 4"),
+        (6, {"attention": "ring", "ulysses": 3}, "set context_parallel.ulysses = 2"),
+        (3, {"attention": "ulysses"}, "set context_parallel.attention = 'gather' and context_parallel.ulysses = 1"),
+    ],
+)
+def test_heads_that_do_not_divide_get_the_largest_groups_that_do(cp: int, policy: dict[str, Any], hint: str) -> None:
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    layout = Plan.from_tables({"mesh": {"cp": cp}, "context_parallel": policy})
+    with pytest.raises(WeftError, match="4 heads do not divide") as caught:
+        require_legal(layout, run(1, 48, model={"type": "llama", "config": small}))
+    assert caught.value.hint == hint
 
 
 @pytest.mark.parametrize(

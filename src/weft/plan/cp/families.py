@@ -32,8 +32,16 @@ def check_context(plan: Plan, run: RunSpec, shape: ModelShape | None) -> list[tu
     uneven = [count for count in heads if count % degree]
     if over_heads > 1 and uneven:
         sentence = f"{uneven[0]} heads do not divide over {degree} ranks, which exchange them (context_parallel)"
-        return [(sentence, f"{_GATHER} and context_parallel.ulysses = 1")]
+        begin = f"{_GATHER} and" if plan.context_parallel.attention == "ulysses" else "set"
+        return [(sentence, f"{begin} context_parallel.ulysses = {_most_neighbours(heads, plan)}")]
     return _padded_mixture(plan, run, shape)
+
+
+def _most_neighbours(heads: list[int], plan: Plan) -> int:
+    """The largest groups that these heads divide over."""
+    cp, tp = plan.mesh.cp, plan.mesh.tp
+    sizes = [size for size in range(2, cp) if cp % size == 0 and all(count % (size * tp) == 0 for count in heads)]
+    return max(sizes, default=1)
 
 
 def _padded_mixture(plan: Plan, run: RunSpec, shape: ModelShape | None) -> list[tuple[str, str]]:
