@@ -16,13 +16,10 @@ import logging
 import platform
 import re
 import tempfile
-import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import tiny_families as tiny
 import torch
@@ -32,57 +29,23 @@ from tiny_families import Facts
 from tiny_run import write_corpus
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from type_groups import keep_findings, run_groups
-from verify_ranks import joined, session_of
+from verified_types import SOME_STAGES, case_of, run_tables, verified
 
 from weft.core.errors import WeftError
-from weft.core.plan import Plan
-from weft.core.run_spec import RunSpec
 from weft.models.build import build_skeleton
 from weft.models.ep.finder import find_expert_layout
-from weft.plan.resolve import resolve
 from weft.verify.session import STAGES
 
-DEGREE, STEPS, TYPES_A_GROUP = 2, 4, 8
+DEGREE = 2
 # of types whose first two layers, or whose defaults, have no experts
 WITH_EXPERTS: Facts = {
     "mlp_layer_types": ["dense", "sparse"], "num_dense_layers": 1, "mlp_only_layers": [], "num_expert_group": 1,
     "enable_moe_block": True, "top_k_experts": 2, "is_moe": True,
 }  # fmt: skip
-USUAL = ("training against the reference", "prediction")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A type with experts: the run and the plan to verify, or the sentence that refuses them."""
-
-    layers: int
-    experts: int
-    declined: str  # why some of its experts stay replicated
-    run: Facts = field(default_factory=dict)
-    plan: Facts = field(default_factory=dict)
-    refused: str = ""
-
-
-def verify_types(
-    rank: int, _world: int, model_types: list[str], cases: dict[str, Case], stages: tuple[str, ...], folder: str
-) -> None:
-    """Each type in turn, on this rank."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    with joined(folder) as process:
-        for model_type in model_types:
-            began_s, case = time.perf_counter(), cases[model_type]
-            try:
-                session = session_of(case.run, process, f"{folder}/{model_type}.runs", steps=STEPS)
-                verdict = session.verify(Plan.from_tables(case.plan), stages=stages).as_dict()
-            except WeftError as error:  # on every rank alike, before anything trains
-                verdict = {"refused": str(error)}
-            keep_findings({**verdict, "seconds": time.perf_counter() - began_s}, folder, model_type, rank)
-
-
-def case_of(model_type: str, corpus: Path, *, zero: int) -> Case | None:
-    """The case of a type; None for a dense one. Raises WeftError if the type is not built."""
+def find_experts(model_type: str) -> tuple[Facts, Facts] | None:
+    """(config fields, facts of the row) of a type; None for a dense one. Raises WeftError if the type is not built."""
     fields: Facts = {}
     layout = find_expert_layout(build_skeleton(tiny.config_of(model_type, given=fields)))
     if not layout.layers and not layout.declined:
@@ -90,48 +53,31 @@ def case_of(model_type: str, corpus: Path, *, zero: int) -> Case | None:
             return None
         config = tiny.config_of(model_type, given=fields, fields_where_known=WITH_EXPERTS)
         layout = find_expert_layout(build_skeleton(config))
-    run = _run_tables(model_type, fields, corpus)
-    tables = {"mesh": {"dp_shard": DEGREE, "ep": DEGREE}, "data_parallel": {"zero": zero}}
-    declined = next(iter(layout.declined.values()), "")
-    facts: Facts = {
+    return fields, {
         "layers": len(layout.layers),
         "experts": max((layer.num_experts for layer in layout.layers), default=0),
-        "declined": declined,
-    }
-    try:
-        plan = resolve(tables, RunSpec.from_tables(run), on_gpu=False, num_ranks=DEGREE)
-    except WeftError as error:
-        return Case(**facts, refused=str(error))
-    return Case(**facts, run=run, plan=plan.model_dump(mode="json", exclude_none=True))
-
-
-def _run_tables(model_type: str, config: Facts, corpus: Path) -> Facts:
-    return {
-        "model": {"type": model_type, "config": config},
-        "data": {"source": str(corpus), "tokenizer": "bytes", "sequence_length": 32, "eval_fraction": 0.2},
-        "train": {"steps": 20, "global_batch": 8, "learning_rate": 1e-3, "warmup_steps": 2, "seed": 1},
-        "ledger": {"dry_run": False},  # it takes seconds of a run, and no check reads it
+        "declined": next(iter(layout.declined.values()), ""),  # why some of its experts stay replicated
     }
 
 
 def judge_types(model_types: list[str], corpus: Path, *, zero: int, stages: tuple[str, ...]) -> Iterator[Facts]:
     """A row for each type with experts."""
-    cases: dict[str, Case] = {}
+    plan = {"mesh": {"dp_shard": DEGREE, "ep": DEGREE}, "data_parallel": {"zero": zero}}
+    cases, facts = {}, {}
     for name in model_types:
         try:
-            case = case_of(name, corpus, zero=zero)
+            found = find_experts(name)
         except WeftError as error:
             verdict = "not built" if _names_experts(name) else "dense"
             yield {"type": name, "verdict": verdict, "why": str(error)}
             continue
-        if case is None:
+        if found is None:
             yield {"type": name, "verdict": "dense", "why": ""}
-        elif case.refused:
-            yield _row(name, case, verdict="refused", why=case.refused)
-        else:
-            cases[name] = case
-    for name, found in run_groups(verify_types, list(cases), DEGREE, cases, stages, size=TYPES_A_GROUP):
-        yield _row(name, cases[name], **_judged(found[0]))
+            continue
+        fields, facts[name] = found
+        cases[name] = case_of(run_tables(name, fields, corpus), plan, num_ranks=DEGREE)
+    for name, judged in verified(cases, num_ranks=DEGREE, stages=stages):
+        yield {"type": name, **facts[name], **judged}
 
 
 def _names_experts(model_type: str) -> bool:
@@ -141,27 +87,6 @@ def _names_experts(model_type: str) -> bool:
     except Exception:  # a class without defaults
         return False
     return re.search(r"'(moe_num|num_local|num|n_routed)_experts'", fields) is not None
-
-
-def _row(name: str, case: Case, **fields: Any) -> Facts:
-    return {"type": name, "layers": case.layers, "experts": case.experts, "declined": case.declined, **fields}
-
-
-def _judged(verdict: Facts) -> Facts:
-    if "failed" in verdict:
-        return {"verdict": "WRONG", "why": tiny.last_line(verdict["failed"])}
-    if "refused" in verdict:
-        return {"verdict": "refused", "why": verdict["refused"]}
-    checks = {check["name"]: check for check in verdict["checks"]}
-    wrong = verdict["first_wrong"]
-    return {
-        "verdict": "right" if verdict["ok"] else "WRONG",
-        "why": f"{wrong}: {checks[wrong]['detail']}" if wrong else "",
-        "margin": max(check["margin"] or 0.0 for check in verdict["checks"]),
-        "untrained": verdict["untrained_parameters"],
-        "prediction": checks["prediction"]["detail"] if "prediction" in checks else "",
-        "seconds": verdict["seconds"],
-    }
 
 
 def result_page(rows: list[Facts], *, zero: int, stages: tuple[str, ...]) -> str:
@@ -239,7 +164,7 @@ def main() -> None:
     parser.add_argument("--zero", type=int, default=3)
     parser.add_argument("--all-stages", action="store_true")
     given = parser.parse_args()
-    stages = STAGES if given.all_stages else USUAL
+    stages = STAGES if given.all_stages else SOME_STAGES
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     done = tiny.read_rows(given.rows)

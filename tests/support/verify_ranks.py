@@ -40,6 +40,17 @@ MODELS: dict[str, Tables] = {
 # beside those that the campaign of healthy runs draws from
 OTHERS: dict[str, Tables] = {
     "phi3": {"type": "phi3", "config": {**ROTARY, "pad_token_id": 0}},
+    # another table of rotary frequencies for rows beyond 12 tokens
+    "phi3-longrope": {
+        "type": "phi3",
+        "config": {
+            **ROTARY, "pad_token_id": 0, "max_position_embeddings": 64, "original_max_position_embeddings": 12,
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 12, "factor": 4.0,
+                "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.0, 3.0, 4.0],
+            },
+        },
+    },
     "llama-odd": {"type": "llama", "config": {**ROTARY, "vocab_size": 259}},  # a vocabulary of unequal slices
     # a bias of the choice, groups of experts, a dense block
     "deepseek_v3": {

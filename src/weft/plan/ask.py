@@ -51,6 +51,11 @@ class Question:
     assumed: tuple[str, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)  # keys of plans that the run's objective fixes
 
+    def with_host_memory(self, per_node_bytes: int) -> Question:
+        """With another host memory than the catalogue's nodes have."""
+        cluster = replace(self.request.cluster, host_memory_bytes=per_node_bytes)
+        return replace(self, request=replace(self.request, cluster=cluster))
+
 
 def ask(
     model: Model,

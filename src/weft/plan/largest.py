@@ -15,19 +15,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from weft import zoo
 from weft.core.errors import ModelError
 from weft.core.model_shape import ModelShape
 from weft.plan.ask import Question, ask, usual_batch
-from weft.plan.estimate import Estimate, fitting
-from weft.plan.memory.peak import estimate_memory
-from weft.plan.request import Request
-from weft.plan.rules import legal_rows
-from weft.plan.search import search
-from weft.plan.space import Freedom, enumerate_plans
-from weft.plan.view import views_of
+from weft.plan.estimate import Estimate
+from weft.plan.search import has_fitting_plan, search
+from weft.plan.space import Freedom
 
 SEQUENCE_LENGTH = 4096
 MAX_BLOCKS = 4096
@@ -89,9 +83,9 @@ def largest_models(
         optimizer=optimizer,
         precision=precision,
     )
-    request = question.request
     if host_memory_bytes is not None:
-        request = replace(request, cluster=replace(request.cluster, host_memory_bytes=host_memory_bytes))
+        question = question.with_host_memory(host_memory_bytes)
+    request = question.request
     if global_batch is None:
         usual = usual_batch(shapes[0], length, num_devices=request.cluster.num_devices)
         request = replace(request, workload=replace(request.workload, global_batch=usual))
@@ -120,7 +114,7 @@ def with_blocks(shape: ModelShape, num_blocks: int) -> ModelShape:
 
 def _largest(question: Question, shapes: list[ModelShape], way: str, fixed: dict[str, Any]) -> Largest:
     def fits(shape: ModelShape) -> bool:
-        return _fits(replace(question.request, shape=shape), fixed)
+        return has_fitting_plan(replace(question.request, shape=shape), fixed)
 
     fitting_shapes = [shape for shape in shapes if fits(shape)]
     named = fitting_shapes[-1] if fitting_shapes else None
@@ -149,15 +143,6 @@ def _scaled(shape: ModelShape, fits: Callable[[ModelShape], bool]) -> ModelShape
         middle = (below + above) // 2
         below, above = (middle, above) if fits(with_blocks(shape, middle)) else (below, middle)
     return with_blocks(shape, below)
-
-
-def _fits(request: Request, fixed: dict[str, Any]) -> bool:
-    """Whether some plan fits: with all blocks recomputed, which needs the least memory."""
-    freedom = Freedom(schedules=("1f1b",), recompute=("full",), tp_modes=("1d",), fixed=fixed)
-    columns = enumerate_plans(request, freedom)
-    legal, _ = legal_rows(request, columns)
-    columns = columns.take(np.flatnonzero(legal))
-    return bool(len(columns)) and bool(np.any(fitting(request, estimate_memory(views_of(request, columns)))))
 
 
 def _as_dict(shape: ModelShape | None) -> dict[str, Any] | None:

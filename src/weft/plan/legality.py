@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from weft.core.adapter_rules import check_adapter
-from weft.core.errors import BatchError, MeshError, NotBuiltError, PlanError, WeftError
+from weft.core.errors import BatchError, MeshError, ModelError, NotBuiltError, PlanError, WeftError
 from weft.core.executable import not_executed_reasons
 from weft.core.masters import has_masters_away
 from weft.core.model_shape import ModelShape
@@ -20,6 +20,7 @@ from weft.core.plan_checks import check_consistent
 from weft.core.router_rules import check_router
 from weft.core.run_spec import RunSpec
 from weft.core.tensor_grid import row_chunks
+from weft.plan.positions import position_reasons
 from weft.schedule import check_request
 
 Reason = tuple[str, str]  # sentence, hint
@@ -76,6 +77,11 @@ def _sequence_reasons(plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
             f"a sequence of {length} does not divide over {tp} tensor-parallel ranks",
             f"set data.sequence_length to {' or '.join(map(str, near))}, or tensor_parallel.sequence_parallel to false",
         )
+
+
+def _position_reasons(_plan: Plan, run: RunSpec | None) -> list[Reason]:
+    """The model has a position for every token of a row."""
+    return position_reasons(run) if run is not None else []
 
 
 def _router_reasons(plan: Plan, run: RunSpec | None) -> Iterable[Reason]:
@@ -201,6 +207,7 @@ RULES = (
     LegalityRule("samples", NotBuiltError, _sample_reasons),
     LegalityRule("bad steps", NotBuiltError, _bad_step_reasons),
     LegalityRule("objective", NotBuiltError, _objective_reasons),
+    LegalityRule("positions", ModelError, _position_reasons),  # last: it may import torch
 )
 
 

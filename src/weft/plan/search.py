@@ -62,6 +62,15 @@ def search(
     return replace(_merged(answer, _search_once(request, offloaded, precision or {}, top)), fixed=freedom.fixed)
 
 
+def has_fitting_plan(request: Request, fixed: Mapping[str, object]) -> bool:
+    """Whether some plan fits: with all blocks recomputed, which needs the least memory."""
+    freedom = Freedom(schedules=("1f1b",), recompute=("full",), tp_modes=("1d",), fixed=dict(fixed))
+    columns = enumerate_plans(request, freedom)
+    legal, _ = legal_rows(request, columns)
+    columns = columns.take(np.flatnonzero(legal))
+    return bool(len(columns)) and bool(np.any(fitting(request, estimate_memory(views_of(request, columns)))))
+
+
 def with_preset(freedom: Freedom, precision: dict[str, Any]) -> Freedom:
     """The keys of [float8] that a preset implies are fixed too."""
     preset = PRESETS[precision.get("preset", "fp32")]

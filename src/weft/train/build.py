@@ -32,6 +32,7 @@ from weft.models.drawn_head import WithDrawnHead
 from weft.models.hf_config import unread_keys
 from weft.models.initial import InitialWeights, WeightSource
 from weft.models.layout import describe
+from weft.models.positions import note_on_positions
 from weft.models.pretrained import PretrainedWeights
 from weft.models.scalar_head import has_scalar_head, head_name
 from weft.models.weight_files import digest_of
@@ -168,7 +169,7 @@ def digest_of_base(run: RunSpec) -> str | None:
 def base_weights(run: RunSpec, config: Any, *, device: torch.device) -> tuple[WeightSource, list[str]]:
     """As `weight_source`, of the model without adapters."""
     skeleton = build_skeleton(config, attention=run.model.attention)
-    notes = _config_notes(run.model, config)
+    notes = [*_config_notes(run.model, config), *filter(None, [note_on_positions(run, config)])]
     drawn = InitialWeights(skeleton, describe(skeleton), seed=run.train.seed, device=device)
     if not reads_weights(run.model):
         return drawn, notes

@@ -13,9 +13,8 @@ from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.models.adapter.targets import matching_parameters, matching_patterns
 from weft.models.build import build_config, build_skeleton
+from weft.models.positions import POSITION_KEYS, has_position_table
 from weft.models.small_config import depth_overrides, stored_key, width_factor, width_overrides
-
-POSITION_KEYS = ("n_positions", "max_position_embeddings")
 
 SMALL_LENGTH = 32
 
@@ -81,24 +80,13 @@ def _few_positions(run: RunSpec, changes: list[str], *, vocab_size: int) -> tupl
     """Shorten a learned position table to the row length, so that every position is used, the last one too."""
     config, length = build_config(run.model, vocab_size=vocab_size), run.data.sequence_length
     key = stored_key(config, POSITION_KEYS)
-    if key is None or getattr(config, key) <= length or not _learns_positions(run, key, vocab_size=vocab_size):
+    if key is None or getattr(config, key) <= length or not has_position_table(run.model, key, vocab_size=vocab_size):
         return run, changes
     model = run.model.model_copy(update={"config": {**run.model.config, key: length}})
     small = run.model_copy(update={"model": model})
     if not _builds(small, vocab_size=vocab_size):
         return run, changes
     return small, [*changes, _change(config, key, length)]
-
-
-def _learns_positions(run: RunSpec, key: str, *, vocab_size: int) -> bool:
-    """Whether `key` is the size of a table: with one position fewer a parameter has one row fewer."""
-    shapes = []
-    for fewer in (0, 1):
-        config = build_config(run.model, vocab_size=vocab_size)
-        setattr(config, key, getattr(config, key) - fewer)
-        skeleton = build_skeleton(config, attention=run.model.attention)
-        shapes.append({name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()})
-    return any(shape[0] == shapes[1][name][0] + 1 for name, shape in shapes[0].items() if len(shape) == 2)
 
 
 def _builds(run: RunSpec, *, vocab_size: int) -> bool:

@@ -203,3 +203,15 @@ def neighbours_in_reverse() -> AbstractContextManager[None]:
         return rows
 
     return replaced(attention, "to_rows", make)
+
+
+def rotary_of_the_rank_s_own_positions() -> AbstractContextManager[None]:
+    """A table that follows the longest position sees only those that the rank has."""
+
+    def make(_original: Any) -> Any:
+        def rotary(_self: CPContext, forward: Any, *args: Any, **kwargs: Any) -> Any:
+            return forward(*args, **kwargs)
+
+        return rotary
+
+    return replaced(CPContext, "rotary", make)

@@ -62,6 +62,11 @@ GROUPS: dict[str, Group] = {
         num_ranks=4,
         bugs=(Bug(mutate=bugs.every_rank_has_the_sinks_of_the_first_share, check=("loss", "gradients"), step=1),),
     ),
+    "rotary": Group(
+        plan={**CP2, "context_parallel": {"split": "contiguous"}},
+        model="phi3-longrope",
+        bugs=(Bug(mutate=bugs.rotary_of_the_rank_s_own_positions, check="gradients", step=1),),
+    ),
     "ulysses": Group(
         plan={**CP2, "context_parallel": {"attention": "ulysses"}},
         bugs=(Bug(mutate=bugs.keys_in_rank_order, check="loss", step=1),),
@@ -69,6 +74,6 @@ GROUPS: dict[str, Group] = {
 }
 
 
-@pytest.mark.parametrize("name", by_default([], GROUPS, extended=["gather", "documents", "ring"]))
+@pytest.mark.parametrize("name", by_default([], GROUPS, extended=["gather", "documents", "ring", "rotary"]))
 def test_every_bug_is_caught_by_the_right_check(name: str, corpus: Path, tmp_path: Path) -> None:
     require_caught(GROUPS[name], corpus, tmp_path)

@@ -422,3 +422,15 @@ def test_the_largest_model_of_a_family() -> None:
     assert sizes[1] > sizes[0]
     assert "optimizer states on the host" in " ".join(told(*asked).out.split())
     assert told("plan", "llama-3-8b", *asked[1:]).code == 2
+
+
+def test_the_longest_rows_of_a_model() -> None:
+    asked = ("plan", "llama-3-8b", "--devices", "4xH100-80GB", "--longest", "--set", "mesh.cp=4")
+    (found,) = answer(*asked)["longest"]
+    assert (found["cp"], found["best"]["fits"]) == (4, True)
+    shown = " ".join(told(*asked).out.split())
+    assert f"{found['sequence_length']:,}" in shown
+    assert "8,192 positions" in shown
+    refused = told(*asked, "--sequence-length", "64")
+    assert (refused.code, "--longest cannot be combined with --sequence-length" in refused.err) == (2, True)
+    assert answer("plan", "llama-3-70b", "--devices", "1xT4", "--longest", code=1)["longest"][0]["best"] is None

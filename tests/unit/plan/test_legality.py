@@ -134,6 +134,7 @@ def test_each_rule_has_a_plan_that_it_alone_refuses(rule: str, tables: dict[str,
         ("adapter", {"adapter": {"kind": "lora", "dropout": 0.1}}, {"mesh": {"tp": 2}}),
         ("bad steps", {"train": {"on_bad_step": "skip"}}, {"offload": {"optimizer": "cpu", "delayed": True}}),
         ("samples", {"samples": {"every": 1, "prompts": ["a"]}}, {"mesh": {"pp": 2}}),
+        ("positions", {"model": {"type": "gpt2", "config": {"n_positions": 16}}}, {}),
         (
             "samples",
             {"samples": {"every": 1, "prompts": ["a"]}},
@@ -173,7 +174,7 @@ def test_each_rule_of_the_table_is_tried() -> None:
         "optimizer",
         "bad steps",
         "samples",
-    } | {"objective"}
+    } | {"objective", "positions"}
     assert {one.name for one in RULES} == names
 
 

@@ -57,8 +57,7 @@ def find_plans(
     if plan_path is None:
         fixed = with_fixed(question.fixed, fixed)
     if host_memory_bytes is not None:
-        cluster = replace(question.request.cluster, host_memory_bytes=host_memory_bytes)
-        question = replace(question, request=replace(question.request, cluster=cluster))
+        question = question.with_host_memory(host_memory_bytes)
     if plan_path is not None or "mesh.tp" in fixed:
         question = replace(question, request=replace(question.request, tp_may_leave_node=True))
     if plan_path is not None:

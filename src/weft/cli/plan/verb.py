@@ -43,6 +43,9 @@ def plan(
     largest: Annotated[
         str | None, typer.Option(help="Instead of a model: the largest of this type (llama) that the devices train.")
     ] = None,
+    longest: Annotated[
+        bool, typer.Option("--longest", help="The longest rows that the devices train, by mesh.cp.")
+    ] = False,
     host_memory: Annotated[str | None, typer.Option(help="Memory of each node's host: 128GB, 2TiB.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the best plan to this file.")] = None,
     explain: Annotated[Explained | None, typer.Option(help="Print the arithmetic of the best plan.")] = None,
@@ -77,6 +80,10 @@ def plan(
         raise InputError("no model was given", hint="weft plan llama-3-8b --devices 8xH100-80GB")
     if devices is None:
         raise InputError("no devices were given", hint=f"weft plan {model} --devices 8xH100-80GB")
+    if longest:
+        refused = {"--plan": plan_path, "--out": out, "--explain": explain, "--trains": trains, "--dryrun": dryrun}
+        _longest(model, devices, refused=refused, as_json=as_json, **asked)
+        return
     if old_inference:
         inference(model, devices, weights, kv_cache, concurrent=concurrent, context=context, as_json=as_json)
         return
@@ -100,3 +107,10 @@ def _largest(family: str, devices: str | None, **asked: Any) -> None:
     if devices is None:
         raise InputError("no devices were given", hint=f"weft plan --largest {family} --devices 1xH200")
     raise typer.Exit(code=0 if print_largest(family, devices, **asked) else 1)
+
+
+def _longest(model: str, devices: str, **asked: Any) -> None:
+    """Exit 1 if no rows fit."""
+    from weft.cli.plan.longest import print_longest
+
+    raise typer.Exit(code=0 if print_longest(model, devices, **asked) else 1)

@@ -19,10 +19,12 @@ from weft.engine.cp.attention import NAME, ContextAttention, attend, set_attenti
 from weft.engine.cp.context import CPContext
 from weft.engine.mesh import Topology
 from weft.engine.objective import is_hugging_face
+from weft.engine.wrap_forward import wrap_own_forward
 from weft.models.cp.probe import why_not_divided
 from weft.models.cp.ring_probe import why_not_in_ring
 from weft.models.cp.softmax import own_function
 from weft.models.layout import ModelLayout
+from weft.models.positions import rotaries_that_follow
 
 IMPLEMENTATIONS = ("sdpa", "eager")
 
@@ -48,6 +50,8 @@ def apply_context_parallel(
             plan.context_parallel, groups, own, name=name, is_fused=is_fused, keeps_gathered=is_again
         )
         set_attention(module, attention)
+    for rotary in rotaries_that_follow(model):
+        wrap_own_forward(rotary, context.rotary)
     _use_own_configs(model)
     return context
 

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 from unittest import mock
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only  # no public form
 
 from weft.core import axes
 from weft.core.errors import ModelError
@@ -20,6 +22,7 @@ from weft.engine.cp.masks import MASKS, WholeRows, mask_of, own_rows
 from weft.engine.cp.positions import Positions
 from weft.engine.mesh import ContextGroups
 from weft.engine.objective import Batch
+from weft.engine.wrap_forward import Forward
 
 SEARCH = "find_packed_sequence_indices"  # a test fails when it moves
 
@@ -71,6 +74,15 @@ class CPContext(AxisContext):
     def _documents(self, _positions: Any) -> Any:
         return self._rows.documents if self._rows is not None else None
 
+    def rotary(self, forward: Forward, x: Any, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """A rotary embedding that follows the longest position of a forward sees that of whole rows."""
+        rows = self._rows
+        if rows is None:
+            raise RuntimeError("a rotary embedding was asked for outside of a forward")
+        last = torch.as_tensor(rows.last_position, device=position_ids.device).to(position_ids.dtype)
+        found = forward(x, torch.cat([position_ids, last.expand(*position_ids.shape[:-1], 1)], -1), *args, **kwargs)
+        return tree_map_only(Tensor, lambda table: table.narrow(-2, 0, position_ids.shape[-1]), found)
+
     def mask(self, inner: Any, **kwargs: Any) -> Any:
         """The mask of the rows whose forward runs."""
         if self._rows is None:
@@ -78,7 +90,7 @@ class CPContext(AxisContext):
         queries = self._rows.positions.of_groups(self.policy.head_ranks(self._degree))
         is_fused = self.inner == "sdpa"
         try:
-            return mask_of(inner, self._rows, self._groups.whole, queries=queries, is_fused=is_fused)(**kwargs)
+            return mask_of(inner, self._rows, queries=queries, is_fused=is_fused)(**kwargs)
         except IndexError as error:
             raise ModelError(
                 "context parallelism does not work here: a mask function of the model reads a tensor of one rank's"

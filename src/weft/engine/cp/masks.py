@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._guards import active_fake_mode  # no public form
 
 from weft.core.errors import ModelError
-from weft.engine.cp.exchange import Group, begin_whole, finish_whole
 from weft.engine.cp.positions import Positions
 from weft.engine.objective import IGNORED
 
@@ -27,11 +27,16 @@ MASKS, CAUSAL = "transformers.masking_utils", "causal_mask_function"
 
 @dataclass(frozen=True, kw_only=True)
 class WholeRows:
-    """The rows of a micro-batch whose forward runs. `length`: without padding. `documents`: of every position."""
+    """The rows of a micro-batch whose forward runs. `length`: without padding. `documents`: of every position.
+
+    `last_position`: the largest of all rows. `given_mask`: of the batch, over whole rows.
+    """
 
     positions: Positions
     length: int
     documents: Tensor | None
+    last_position: Tensor | int
+    given_mask: Tensor | None
 
     @staticmethod
     def of(batch: Mapping[str, Tensor], positions: Positions, find_documents: Callable[[Tensor], Any]) -> WholeRows:
@@ -40,11 +45,29 @@ class WholeRows:
         documents = find_documents(given) if given is not None else None
         if documents is not None:  # padding is a document of its own
             documents = F.pad(documents, (0, positions.length - length), value=length)
-        return WholeRows(positions=positions, length=length, documents=documents)
+        mask = batch.get("attention_mask")
+        return WholeRows(
+            positions=positions,
+            length=length,
+            documents=documents,
+            last_position=length - 1 if given is None else given.amax(),
+            given_mask=None if mask is None else F.pad(mask, (0, positions.length - length)),
+        )
 
     @property
     def is_padded(self) -> bool:
         return self.positions.length > self.length
+
+    def whole_mask(self, own: Tensor | None) -> Tensor | None:
+        """The mask over whole rows that a model's mask of this rank's tokens stands for."""
+        if own is None or own.shape[-1] != self.positions.own_length:
+            return own
+        if self.given_mask is None and active_fake_mode() is None and not own.all():
+            raise ModelError(
+                "context parallelism does not work here: the model hides positions by a mask of its own",
+                hint="use mesh.cp = 1",
+            )
+        return self.given_mask
 
 
 def own_rows(batch: Mapping[str, Tensor], positions: Positions) -> dict[str, Tensor]:
@@ -67,7 +90,7 @@ def own_rows(batch: Mapping[str, Tensor], positions: Positions) -> dict[str, Ten
     return taken
 
 
-def mask_of(inner: Mask, rows: WholeRows, group: Group, *, queries: Positions, is_fused: bool) -> Mask:
+def mask_of(inner: Mask, rows: WholeRows, *, queries: Positions, is_fused: bool) -> Mask:
     """The mask function of the attention implementation `inner` for the queries that this rank attends with.
 
     None for plain causal attention if it is fused: a mask of a rank's queries and all keys would be large.
@@ -75,7 +98,8 @@ def mask_of(inner: Mask, rows: WholeRows, group: Group, *, queries: Positions, i
     positions, causal = rows.positions, getattr(sys.modules[MASKS], CAUSAL)
 
     def mask(batch_size: int, *, mask_function: Mask, device: torch.device | str = "cpu", **kwargs: Any) -> Any:
-        may_skip = kwargs.get("allow_is_causal_skip", True) and kwargs.get("attention_mask") is None
+        padding = rows.whole_mask(kwargs.pop("attention_mask", None))
+        may_skip = kwargs.get("allow_is_causal_skip", True) and padding is None
         if is_fused and may_skip and mask_function is causal:
             return None
         device = torch.device(device)
@@ -85,9 +109,6 @@ def mask_of(inner: Mask, rows: WholeRows, group: Group, *, queries: Positions, i
             allowed = mask_function(b, h, own[q], k)
             return allowed & ((k < rows.length) | (own[q] >= rows.length)) if rows.is_padded else allowed
 
-        padding = kwargs.pop("attention_mask", None)
-        if padding is not None and padding.shape[-1] == positions.own_length:
-            padding = _whole_mask(padding, positions, group)
         kwargs |= {
             "q_length": len(own),
             "kv_length": positions.length,
@@ -100,9 +121,3 @@ def mask_of(inner: Mask, rows: WholeRows, group: Group, *, queries: Positions, i
         return inner(batch_size=batch_size, mask_function=at_positions, attention_mask=padding, device=device, **kwargs)
 
     return mask
-
-
-def _whole_mask(own: Tensor, positions: Positions, group: Group) -> Tensor:
-    """A mask of this rank's tokens, given or the model's own, of whole rows."""
-    gathered = finish_whole(begin_whole(own.to(torch.uint8), group), positions, 1)
-    return gathered.to(own.dtype)

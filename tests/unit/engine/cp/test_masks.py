@@ -19,6 +19,28 @@ from weft.engine.mesh import ContextGroups
 LENGTH = 8
 
 
+def rows_of(positions: Positions, **batch: Any) -> WholeRows:
+    ids = torch.zeros(1, LENGTH, dtype=torch.int64)
+    return WholeRows.of({"input_ids": ids, **batch}, positions, lambda _given: None)
+
+
+def test_a_mask_of_the_batch_is_that_of_whole_rows() -> None:
+    positions = Positions(length=LENGTH + 4, degree=2, rank=1, split="contiguous")
+    given = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1]])
+    rows = rows_of(positions, attention_mask=given)
+    whole = rows.whole_mask(given[:, :6])
+    assert whole is not None
+    assert whole.tolist() == [[*given[0].tolist(), 0, 0, 0, 0]]
+    assert rows.whole_mask(None) is None
+
+
+def test_a_mask_of_the_model_hides_nothing_or_is_refused() -> None:
+    rows = rows_of(Positions(length=LENGTH, degree=2, rank=0, split="zigzag"))
+    assert rows.whole_mask(torch.ones(1, LENGTH // 2)) is None
+    with pytest.raises(ModelError, match="hides positions by a mask of its own"):
+        rows.whole_mask(torch.tensor([[1, 0, 1, 1]]))
+
+
 def test_a_mask_function_over_a_ranks_own_positions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sys.modules[MASKS] is transformers.masking_utils
     monkeypatch.setattr("torch.distributed.get_world_size", lambda _group: 2)
@@ -26,7 +48,7 @@ def test_a_mask_function_over_a_ranks_own_positions_is_refused(monkeypatch: pyte
     groups = ContextGroups(None, None, None)  # type: ignore[arg-type]
     context = CPContext(ContextParallel(), groups, inner="sdpa", multiple=1)
     positions = Positions(length=LENGTH, degree=2, rank=0, split="zigzag")
-    context._rows = WholeRows(positions=positions, length=LENGTH, documents=None)
+    context._rows = rows_of(positions)
     kinds = torch.zeros(1, LENGTH // 2)
 
     def by_kind(b: Any, _h: Any, q: Any, k: Any) -> Any:
