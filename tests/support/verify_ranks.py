@@ -78,6 +78,13 @@ OTHERS: dict[str, Tables] = {
         "type": "llama",
         "config": {**ROTARY, "hidden_size": 256, "intermediate_size": 256, "num_key_value_heads": 4},
     },
+    "gpt_oss": {
+        "type": "gpt_oss",
+        "config": {
+            **ROTARY, "head_dim": 8, "sliding_window": 7, "num_local_experts": 4, "num_experts_per_tok": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    },
     "llama-deep": {"type": "llama", "config": {**ROTARY, "num_hidden_layers": 4}},  # two stages on each of two ranks
 }  # fmt: skip
 

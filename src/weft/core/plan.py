@@ -159,6 +159,16 @@ class ContextParallel(Section):
         default="zigzag",
         description="positions of a rank: zigzag (an early and a late piece: equal causal work) | contiguous",
     )
+    ulysses: int = Field(
+        default=1,
+        ge=1,
+        description="gather, ring: neighbouring ranks that exchange heads first, as within a node; keys and values "
+        "travel between such groups. Divides mesh.cp and, with tp, the heads",
+    )
+
+    def head_ranks(self, cp: int) -> int:
+        """Neighbouring ranks that exchange heads: each then has the positions of all for a share of the heads."""
+        return cp if self.attention == "ulysses" else min(self.ulysses, cp)
 
 
 class Pipeline(Section):

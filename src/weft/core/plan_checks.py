@@ -62,6 +62,7 @@ def check_consistent(plan: Plan) -> list[tuple[str, str]]:
     is_coded = plan.precision.policy().has_coded_sums
     reasons += check_neighbours(dp.reduce_neighbours, is_coded=is_coded, ranks=plan.num_reducing)
     reasons += _check_blocks(plan)
+    reasons += _check_context(plan)
     pool = math.prod(getattr(mesh, axis) for axis in plan.expert_parallel.axis_names)
     if pool % mesh.ep:
         product = " x ".join(plan.expert_parallel.axis_names)
@@ -126,6 +127,25 @@ def _check_blocks(plan: Plan) -> list[tuple[str, str]]:
         sentence = f"pipeline.blocks has {len(given)} numbers, but pp x virtual_stages = {stages} stages"
         return [(sentence, f"give {stages} numbers, one per stage, or pipeline.blocks = [] to balance by cost")]
     return []
+
+
+def _check_context(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Check `context_parallel.ulysses`; it has no meaning without context-parallel ranks."""
+    policy, cp = plan.context_parallel, plan.mesh.cp
+    name, drop = f"context_parallel.ulysses = {policy.ulysses}", "remove context_parallel.ulysses"
+    if cp == 1 or policy.ulysses == 1:
+        return
+    if policy.attention == "ulysses":
+        yield (
+            f"{name} is for attention = 'ring' or 'gather'; 'ulysses' exchanges heads among all ranks of mesh.cp",
+            drop,
+        )
+        return
+    legal = [str(number) for number in range(2, cp) if cp % number == 0]
+    if str(policy.ulysses) not in legal:
+        groups = f"groups of {' or '.join(legal)}" if legal else "no smaller groups"
+        hint = f"set it to {' or '.join(legal)}, or {drop}" if legal else drop
+        yield f"{name}, but the {cp} ranks of mesh.cp divide into {groups}", hint
 
 
 def require_consistent(plan: Plan, *, source: str = "plan") -> None:

@@ -2,6 +2,9 @@
 
 `zigzag`: of 2c pieces, rank r has r and 2c - 1 - r, so causal attention is the same work on every rank.
 `contiguous`: rank r has the r-th of c pieces; the last rank has almost twice the average work of causal attention.
+
+The pieces of g neighbouring ranks are neighbours too: together they are those of one rank of c / g, in both splits. So
+ranks that exchange heads, and then have the positions of all of them, need no split of their own.
 """
 
 from __future__ import annotations
@@ -53,11 +56,13 @@ def pairs_by_rank(length: int, *, degree: int, split: SequenceSplit, window: int
 
 
 def work_over_mean(
-    length: int, *, degree: int, split: SequenceSplit, windows: Sequence[int | None] = (None,)
+    length: int, *, degree: int, split: SequenceSplit, group: int = 1, windows: Sequence[int | None] = (None,)
 ) -> list[float]:
-    """Each rank's pairs over the mean of the ranks, of layers with these windows."""
+    """Each rank's pairs over the mean of the ranks, of layers with these windows; `group` neighbours share theirs, each
+    with a part of the heads."""
     totals = [0] * degree
     for window in sorted(set(windows), key=str):
         pairs = pairs_by_rank(length, degree=degree, split=split, window=window)
         totals = [total + windows.count(window) * each for total, each in zip(totals, pairs, strict=True)]
-    return [total * degree / sum(totals) for total in totals]
+    shared = [sum(totals[rank // group * group :][:group]) / group for rank in range(degree)]
+    return [total * degree / sum(totals) for total in shared]

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +43,17 @@ class ReplicatedAxis(AxisContext):
         return self.owns_loss
 
 
+class ContextGroups(NamedTuple):
+    """The context-parallel ranks: all, the neighbours that exchange heads, those between which keys and values travel.
+
+    None: this rank alone.
+    """
+
+    whole: dist.ProcessGroup
+    heads: dist.ProcessGroup | None
+    keys: dist.ProcessGroup | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Topology:
     """This rank's place in the mesh. `dp_group`: the ranks with different rows of the same global batch.
@@ -56,7 +68,7 @@ class Topology:
     dp_degree: int
     gradient_group: dist.ProcessGroup
     cp_degree: int = 1
-    cp_group: dist.ProcessGroup | None = None
+    context: ContextGroups | None = None
     tp_degree: int = 1
     pp_degree: int = 1
     pp_rank: int = 0
@@ -219,7 +231,7 @@ def build_topology(plan: Plan, *, device_type: str) -> Topology:
         dp_degree=plan.mesh.dp_degree,
         gradient_group=_data_group(groups, rank_lists(mesh, axes.DATA_AXES)) if has_context else dp_group,
         cp_degree=plan.mesh.cp,
-        cp_group=groups.new_partition(ranks_over(ordered, (axes.CP,)), title="context") if has_context else None,
+        context=_context_groups(groups, ranks_over(ordered, (axes.CP,)), plan) if has_context else None,
         tp_degree=plan.mesh.tp,
         pp_degree=pp,
         pp_rank=dist.get_rank() // (world_size // pp),
@@ -229,6 +241,18 @@ def build_topology(plan: Plan, *, device_type: str) -> Topology:
         expert_group=expert_group,
         splits_replicas=pp > 1 or (plan.data_parallel.zero > 0 and plan.precision.policy().has_coded_sums),
     )
+
+
+def _context_groups(groups: OwnedGroups, lists: list[list[int]], plan: Plan) -> ContextGroups:
+    """Collective. Neighbours exchange heads: they are on one node if any are."""
+    cp, size = plan.mesh.cp, plan.context_parallel.head_ranks(plan.mesh.cp)
+    whole = groups.new_partition(lists, title="context")
+    if size in (1, cp):
+        return ContextGroups(whole, *((whole, None) if size == cp else (None, whole)))
+    near = [ranks[at : at + size] for ranks in lists for at in range(0, cp, size)]
+    far = [ranks[place::size] for ranks in lists for place in range(size)]
+    heads = groups.new_partition(near, title="context, heads")
+    return ContextGroups(whole, heads, groups.new_partition(far, title="context, keys"))
 
 
 def _expert_mesh(sizes: dict[str, int], plan: Plan, *, device_type: str) -> DeviceMesh | None:

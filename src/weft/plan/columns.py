@@ -77,6 +77,7 @@ class Columns:
     expert_chunks: Ints
     cp_attention: Ints  # index into CP_ATTENTIONS
     cp_split: Ints  # index into CP_SPLITS
+    cp_ulysses: Ints
     zero: Ints
     microbatches: Ints
     schedule: Ints  # index into SCHEDULES
@@ -146,6 +147,17 @@ class Columns:
     def backward_shards(self) -> Ints:
         """Ranks that ZeRO-3's backward gathers weights from."""
         return np.where(self.secondary_shard > 0, self.secondary_shard, self.shards)
+
+    @property
+    def head_ranks(self) -> Ints:
+        """Context-parallel neighbours that exchange heads (`ContextParallel.head_ranks`)."""
+        has_all = self.cp_attention == CP_ATTENTIONS.index("ulysses")
+        return np.where(has_all, self.cp, np.minimum(self.cp_ulysses, self.cp))
+
+    @property
+    def key_ranks(self) -> Ints:
+        """Context-parallel ranks between which keys and values travel: one of each group of neighbours."""
+        return self.cp // self.head_ranks
 
     @property
     def cp_multiple(self) -> Ints:
@@ -273,6 +285,7 @@ def columns_of(plans: Sequence[Plan]) -> Columns:
         expert_chunks=column(plan.expert_parallel.chunks for plan in plans),
         cp_attention=column(CP_ATTENTIONS.index(plan.context_parallel.attention) for plan in plans),
         cp_split=column(CP_SPLITS.index(plan.context_parallel.split) for plan in plans),
+        cp_ulysses=column(plan.context_parallel.ulysses for plan in plans),
         zero=column(plan.data_parallel.zero for plan in plans),
         microbatches=column(plan.pipeline.microbatches for plan in plans),
         schedule=column(_schedule(plan) for plan in plans),
@@ -348,6 +361,7 @@ def plan_at(columns: Columns, row: int, *, precision: dict[str, Any]) -> Plan:
         "context_parallel": {
             "attention": CP_ATTENTIONS[at("cp_attention")],
             "split": CP_SPLITS[at("cp_split")],
+            "ulysses": at("cp_ulysses"),
         },
         "pipeline": {
             "schedule": SCHEDULES[at("schedule")],

@@ -33,7 +33,7 @@ from weft.plan.columns import (
     Columns,
     Ints,
 )
-from weft.plan.cp.choice import chosen_attentions
+from weft.plan.cp.choice import with_attentions
 from weft.plan.dp.neighbours import chosen_neighbours
 from weft.plan.ep.choice import chosen_dispatchers
 from weft.plan.request import Request
@@ -73,6 +73,7 @@ SEARCHED = frozenset(
             "expert_parallel.chunks",
             "context_parallel.attention",
             "context_parallel.split",
+            "context_parallel.ulysses",
             "pipeline.schedule",
             "pipeline.microbatches",
             "pipeline.virtual_stages",
@@ -247,6 +248,7 @@ def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
         expert_chunks=number("expert_parallel.chunks", 1),
         cp_attention=np.zeros(size, dtype=np.int64),
         cp_split=np.full(size, CP_SPLITS.index(str(split)), dtype=np.int64),
+        cp_ulysses=number("context_parallel.ulysses", 1),
         zero=table[:, 6], schedule=table[:, 7], virtual_stages=table[:, 8], recompute=table[:, 9], tp_mode=table[:, 10],
         offload_optimizer=table[:, 11], microbatches=table[:, 12],
         sequence_parallel=switch("tensor_parallel.sequence_parallel", one_d.astype(np.int64)),
@@ -277,7 +279,7 @@ def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
     )  # fmt: skip
     if "data_parallel.reduce_neighbours" not in freedom.fixed:
         columns = replace(columns, reduce_neighbours=chosen_neighbours(request, columns))
-    return replace(columns, cp_attention=chosen_attentions(request, columns, freedom.fixed))
+    return with_attentions(request, columns, freedom.fixed)
 
 
 def _dispatchers(ep: Ints, freedom: Freedom, request: Request) -> Ints:

@@ -11,7 +11,7 @@ def describe(plan: Plan) -> str:
     parts = [
         *([f"TP {mesh.tp}{_mode(plan)}"] if mesh.tp > 1 else []),
         *([f"PP {mesh.pp} ({_schedule(plan)})"] if mesh.pp > 1 else []),
-        *([f"CP {mesh.cp}"] if mesh.cp > 1 else []),
+        *([f"CP {mesh.cp}{_groups(plan)}"] if mesh.cp > 1 else []),
         *([f"EP {mesh.ep}"] if mesh.ep > 1 else []),
         *_data_parallel(plan),
     ]
@@ -46,6 +46,12 @@ def _recompute(plan: Plan) -> str:
 
 def _mode(plan: Plan) -> str:
     return "" if plan.tensor_parallel.mode == "1d" else f" ({plan.tensor_parallel.mode})"
+
+
+def _groups(plan: Plan) -> str:
+    """Of ranks that exchange heads."""
+    policy = plan.context_parallel
+    return "" if policy.ulysses == 1 else f" (ulysses {policy.ulysses} x {policy.attention})"
 
 
 def _schedule(plan: Plan) -> str:

@@ -14,7 +14,7 @@ def plan_name(plan: Plan) -> str:
     microbatches = plan.pipeline.microbatches
     tensors = f"{_tensor_switches(plan)}, " if plan.mesh.tp > 1 else ""
     tensors += f"{_expert_switches(plan)}, " if plan.mesh.ep > 1 else ""
-    tensors += f"{plan.context_parallel.attention}, {plan.context_parallel.split}, " if plan.mesh.cp > 1 else ""
+    tensors += f"{_context_switches(plan)}, " if plan.mesh.cp > 1 else ""
     tensors += f"{plan.pipeline.schedule}, " if plan.mesh.pp > 1 else ""
     tensors += "delayed updates, " if plan.offload.delayed else ""
     batches = f"{microbatches} micro-batch{'es' if microbatches > 1 else ''}"
@@ -32,6 +32,13 @@ def _expert_switches(plan: Plan) -> str:
     """'ep 2 by tokens, folded'."""
     policy = plan.expert_parallel
     return f"ep {plan.mesh.ep} by {policy.dispatcher}" + (f", {policy.tensor}" if plan.mesh.tp > 1 else "")
+
+
+def _context_switches(plan: Plan) -> str:
+    """'ring, ulysses 2, zigzag'."""
+    policy = plan.context_parallel
+    groups = f", ulysses {policy.ulysses}" if policy.ulysses > 1 else ""
+    return f"{policy.attention}{groups}, {policy.split}"
 
 
 def other_layout(plan: Plan, *, global_batch: int, has_untrained: bool = False) -> Plan:

@@ -126,22 +126,30 @@ def expert_parallel_plans(num_ranks: int, base: dict[str, Any]) -> list[Plan]:
 
 def context_parallel_plans(num_ranks: int, base: dict[str, Any]) -> list[Plan]:
     """Each attention over all ranks with replicated states, over every divisor with ZeRO-3, and beside tensor ranks."""
-    given, split = base.get("context_parallel", {}), {"split": "contiguous"}
-    layouts: list[dict[str, Any]] = []
+    given, layouts = base.get("context_parallel", {}), list[dict[str, Any]]()
     for cp in (degree for degree in range(2, num_ranks + 1) if num_ranks % degree == 0):
         meshes = [
             {"dp_shard": num_ranks // cp, "cp": cp},
             *([{"cp": cp, "tp": num_ranks // cp}] if cp < num_ranks else []),
         ]
         layouts += [
-            {"mesh": meshes[0], "data_parallel": {"zero": 3}, "context_parallel": {**split, **given}},
-            *({"mesh": mesh, "context_parallel": given} for mesh in meshes[1:]),
+            {"mesh": meshes[0], "data_parallel": {"zero": 3}, **_context(cp, {"split": "contiguous", **given})},
+            *({"mesh": mesh, **_context(cp, given)} for mesh in meshes[1:]),
         ]
     if num_ranks > 1:
-        names = ("gather", "ulysses", "ring")
-        attentions = [given] if "attention" in given else [{"attention": name, **given} for name in names]
-        layouts += [{"mesh": {"cp": num_ranks}, "context_parallel": each} for each in attentions]
+        attentions: list[dict[str, Any]] = [{"attention": name} for name in ("gather", "ulysses", "ring")]
+        attentions += [{"attention": "ring", "ulysses": size} for size in range(2, num_ranks) if num_ranks % size == 0]
+        asked = [given] if "attention" in given else [{**each, **given} for each in attentions]
+        layouts += [{"mesh": {"cp": num_ranks}, **_context(num_ranks, each)} for each in asked]
     return _filled(layouts, base)
+
+
+def _context(cp: int, given: dict[str, Any]) -> dict[str, Any]:
+    """The section, without groups that these ranks or their attention do not have."""
+    size = int(given.get("ulysses", 1))
+    has_groups = 1 < size < cp and cp % size == 0 and given.get("attention") != "ulysses"
+    kept = given if has_groups else {key: value for key, value in given.items() if key != "ulysses"}
+    return {"context_parallel": kept}
 
 
 def _experts(dp_shard: int, ep: int, zero: int, *, dispatcher: str, tp: int = 1) -> dict[str, Any]:

@@ -38,6 +38,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bf16": (LLAMA, {**SHARDED, "data_parallel": {"zero": 3}, "precision": {"preset": "bf16"}}),
 }
 HSDP = {"mesh": {"dp_replicate": 2, "dp_shard": 2}, "data_parallel": {"zero": 3}}
+PAIRS = {
+    f"pairs, {name}": (LLAMA, {"mesh": {"cp": 4}, "context_parallel": {"attention": name, "ulysses": 2}})
+    for name in ("ring", "gather")
+}
 DDP_X3 = {"mesh": {"dp_replicate": 3}}
 # Nothing divides by three: a table of 65 + 2 positions, norms of 32 numbers and their biases.
 ZERO3_X3 = {"mesh": {"dp_shard": 3}, "data_parallel": {"zero": 3}}
@@ -46,7 +50,7 @@ TOGETHER: list[tuple[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]]] = [
     (2, {name: CASES[name] for name in FEW}),
     (2, {name: case for name, case in CASES.items() if name not in FEW}),
     (3, {"DDP of three": (LLAMA, DDP_X3), "uneven": (OPT, ZERO3_X3)}),
-    (4, {"HSDP": (LLAMA, HSDP)}),
+    (4, {"HSDP": (LLAMA, HSDP), **PAIRS}),
 ]
 ALL = [name for _, cases in TOGETHER for name in cases]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import weft.engine.cp.context as context
 import weft.engine.cp.exchange as exchange
 import weft.engine.cp.masks as masks
 import weft.engine.cp.ring as ring
+import weft.engine.mesh as mesh
 from weft.engine.cp.context import CPContext
 from weft.engine.cp.positions import Positions
 from weft.engine.cp.slices import ContextSlices, OwnPositions
@@ -212,6 +214,39 @@ def masks_of_the_first_heads() -> AbstractContextManager[None]:
     return replaced(
         ContextSlices, "in_attention", lambda original: lambda self, shape: original(self, shape)._replace(heads=())
     )
+
+
+def heads_exchanged_between_nodes() -> AbstractContextManager[None]:
+    """Ranks far apart exchange heads, and neighbours pass keys and values on."""
+
+    def make(original: Any) -> Any:
+        def groups(*args: Any) -> Any:
+            made = original(*args)
+            return made._replace(heads=made.keys, keys=made.heads)
+
+        return groups
+
+    return replaced(mesh, "_context_groups", make)
+
+
+def every_rank_has_the_sinks_of_the_first_share() -> AbstractContextManager[None]:
+    def make(original: Any) -> Any:
+        return lambda self, size: replace(original(self, size), rank=0)
+
+    return replaced(Positions, "in_group", make)
+
+
+def neighbours_in_reverse() -> AbstractContextManager[None]:
+    """Outputs come back from each neighbour as if it were another."""
+
+    def make(original: Any) -> Any:
+        def rows(x: Tensor, positions: Positions, group: Any) -> Tensor:
+            found: Tensor = original(x, positions, group)
+            return torch.cat(found.chunk(positions.degree, 1)[::-1], 1)
+
+        return rows
+
+    return replaced(attention, "to_rows", make)
 
 
 def rotary_of_the_rank_s_own_positions() -> AbstractContextManager[None]:

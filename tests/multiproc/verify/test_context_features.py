@@ -37,7 +37,10 @@ OF_TWO: dict[str, dict[str, Any]] = {
         "activations": {"policy": "full", "offload": "cpu"},
     },
 }  # fmt: skip
+PAIRS = {"context_parallel": {"attention": "ring", "ulysses": 2}}
 OF_FOUR: dict[str, dict[str, Any]] = {
+    "pairs": {"mesh": {"cp": 4}, **PAIRS, "data_parallel": {"zero": 3}},
+    "pairs, documents": {"mesh": {"cp": 4}, "context_parallel": {"attention": "gather", "ulysses": 2}},
     "codes": {
         "mesh": {"cp": 2, "dp_shard": 2}, "data_parallel": {"zero": 3},
         "precision": {**BF16, "reduce": "int8", "gather": "int8"},
@@ -53,6 +56,10 @@ OF_FOUR: dict[str, dict[str, Any]] = {
     "states, pp": {
         "mesh": {"cp": 2, "pp": 2}, "pipeline": {"microbatches": 4}, "offload": {"optimizer": "cpu"},
         "data_parallel": {"zero": 1},
+    },
+    "pairs, bf16": {
+        "mesh": {"cp": 4}, **PAIRS, "precision": BF16, "data_parallel": {"zero": 1},
+        "activations": {"policy": "selective"}, "pipeline": {"microbatches": 2},
     },
     "fp16, pp": {"mesh": {"cp": 2, "pp": 2}, "pipeline": {"microbatches": 4}, "precision": {"preset": "fp16"}},
 }  # fmt: skip

@@ -15,6 +15,7 @@ from mutation_groups import Bug, Group, require_caught
 
 CP2 = {"mesh": {"cp": 2}}
 PADDED = {"sequence_length": 15}  # does not divide over two ranks
+PAIRS = {"mesh": {"cp": 4}, "context_parallel": {"attention": "ring", "ulysses": 2}}
 
 GROUPS: dict[str, Group] = {
     "gather": Group(
@@ -45,6 +46,22 @@ GROUPS: dict[str, Group] = {
             Bug(mutate=bugs.positions_from_zero_in_the_second_piece, check="gradients", step=1),
             Bug(mutate=bugs.parts_averaged, check="loss", step=1),
         ),
+    ),
+    "pairs": Group(
+        plan=PAIRS,
+        num_ranks=4,
+        bugs=(
+            Bug(mutate=bugs.heads_exchanged_between_nodes, check="loss", step=1),
+            Bug(mutate=bugs.neighbours_in_reverse, check="loss", step=1),
+            Bug(mutate=bugs.keys_in_rank_order, check="loss", step=1),
+            Bug(mutate=bugs.gradients_of_passed_keys_dropped, check="gradients", step=1),
+        ),
+    ),
+    "pairs, sinks": Group(
+        plan=PAIRS,
+        model="gpt_oss",
+        num_ranks=4,
+        bugs=(Bug(mutate=bugs.every_rank_has_the_sinks_of_the_first_share, check=("loss", "gradients"), step=1),),
     ),
     "rotary": Group(
         plan={**CP2, "context_parallel": {"split": "contiguous"}},

@@ -207,6 +207,26 @@ def test_a_secondary_shard_is_a_smaller_group_of_shards(shards: int, zero: int, 
         Plan.from_tables(tables)
 
 
+@pytest.mark.parametrize(
+    ("cp", "attention", "size", "words"),
+    [
+        (8, "ring", 3, "divide into groups of 2 or 4"),
+        (8, "gather", 8, "divide into groups of 2 or 4"),
+        (2, "ring", 2, "divide into no smaller groups"),
+        (8, "ulysses", 2, "exchanges heads among all ranks"),
+    ],
+)
+def test_ranks_that_exchange_heads_are_a_part_of_the_context(cp: int, attention: str, size: int, words: str) -> None:
+    with pytest.raises(PlanError, match=words) as caught:
+        Plan.from_tables({"mesh": {"cp": cp}, "context_parallel": {"attention": attention, "ulysses": size}})
+    assert "remove context_parallel.ulysses" in str(caught.value.hint)
+
+
+def test_groups_of_the_context_do_not_matter_without_one() -> None:
+    plan = Plan.from_tables({"context_parallel": {"attention": "ring", "ulysses": 2}})
+    assert plan.context_parallel.head_ranks(plan.mesh.cp) == 1
+
+
 def test_error_feedback_needs_errors() -> None:
     with pytest.raises(PlanError, match=r"precision\.reduce is float32"):
         Plan.from_tables({"data_parallel": {"error_feedback": True}})

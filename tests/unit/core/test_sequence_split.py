@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft.core.sequence_split import SequenceSplit, padded_length, pairs_by_rank, spans_of
+from weft.core.sequence_split import SequenceSplit, padded_length, pairs_by_rank, spans_of, work_over_mean
 
 
 @pytest.mark.parametrize("split", ["zigzag", "contiguous"])
@@ -41,3 +41,13 @@ def test_padding_and_odd_lengths_stay_within_two_percent() -> None:
 def test_pairs_are_those_of_every_query(window: int | None) -> None:
     pairs = pairs_by_rank(61, degree=4, split="zigzag", window=window)
     assert sum(pairs) == sum(min(query + 1, window or 61) for query in range(61))
+
+
+@pytest.mark.parametrize("group", [2, 4])
+def test_neighbours_have_equal_work_as_fewer_ranks_would(group: int) -> None:
+    shared = work_over_mean(4091, degree=8, split="zigzag", group=group)
+    assert max(shared) / min(shared) < 1.02
+    contiguous = work_over_mean(4096, degree=8, split="contiguous", group=group)
+    fewer = work_over_mean(4096, degree=8 // group, split="contiguous")
+    assert contiguous == pytest.approx([each for each in fewer for _ in range(group)])
+    assert work_over_mean(4096, degree=8, split="contiguous", group=8) == pytest.approx([1.0] * 8)

@@ -82,7 +82,7 @@ def plan_with(**keys: Any) -> Plan:
         ),
         "tensor_parallel": ("mode", "sequence_parallel", "loss_parallel"),
         "expert_parallel": ("dispatcher", "tensor", "wire", "chunks"),
-        "context_parallel": ("attention", "split"),
+        "context_parallel": ("attention", "split", "ulysses"),
         "pipeline": ("schedule", "microbatches", "virtual_stages", "blocks"),
         "precision": ("preset",),
         "activations": ("policy", "mixture", "partition", "offload_blocks"),

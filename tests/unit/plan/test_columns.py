@@ -38,6 +38,7 @@ def test_every_schedule_and_mode_of_a_plan_file_has_its_index() -> None:
             "attention": "ulysses",
             "split": "contiguous",
         },
+        {"cp": 8, "zero": 3, "attention": "ring", "ulysses": 4},
         {"tp": 8, "mode": "2.5d", "sequence_parallel": False, "loss_parallel": False},
         {"pp": 4, "schedule": "zbv", "virtual_stages": 2, "microbatches": 16, "policy": "full"},
         {"policy": "selective", "offload_activations": "cpu", "optimizer": "nvme", "parameters": "cpu"},

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_cases import request_of, tiny_llama
 
-from weft.core.errors import BatchError, MeshError, NotBuiltError
+from weft.core.errors import BatchError, MeshError, NotBuiltError, WeftError
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.plan.columns import columns_of
@@ -58,6 +58,22 @@ def test_a_grid_deals_out_rows_too(mode: str, tp: int, rows: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("cp", "policy", "hint"),
+    [
+        (8, {"attention": "ulysses"}, "set context_parallel.attention = 'gather' and context_parallel.ulysses = 4"),
+        (6, {"attention": "ring", "ulysses": 3}, "set context_parallel.ulysses = 2"),
+        (3, {"attention": "ulysses"}, "set context_parallel.attention = 'gather' and context_parallel.ulysses = 1"),
+    ],
+)
+def test_heads_that_do_not_divide_get_the_largest_groups_that_do(cp: int, policy: dict[str, Any], hint: str) -> None:
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    layout = Plan.from_tables({"mesh": {"cp": cp}, "context_parallel": policy})
+    with pytest.raises(WeftError, match="4 heads do not divide") as caught:
+        require_legal(layout, run(1, 48, model={"type": "llama", "config": small}))
+    assert caught.value.hint == hint
+
+
+@pytest.mark.parametrize(
     ("length", "tp", "hint"), [(64, 1, None), (66, 1, "68 or 64"), (3, 1, "4"), (68, 2, None), (68, 4, "72 or 64")]
 )
 def test_a_mixture_with_context_parallel_has_no_padding(length: int, tp: int, hint: str | None) -> None:
@@ -89,6 +105,7 @@ def test_a_sequence_that_ranks_cannot_share_is_refused_where_they_would_share_it
         ("consistent", {"pipeline": {"vertical_sync": True}}, 1, 64),
         ("executable", {"mesh": {"tp": 2}, "compile": {"enabled": True}}, 1, 64),
         ("context", {"mesh": {"cp": 3}, "context_parallel": {"attention": "ulysses"}}, 1, 64),
+        ("context", {"mesh": {"cp": 6}, "context_parallel": {"attention": "ring", "ulysses": 3}}, 1, 72),
         ("schedule", {"mesh": {"pp": 2}, "pipeline": {"schedule": "zbv"}}, 1, 64),
         ("batch", {"pipeline": {"microbatches": 2}}, 1, 64),
         ("sequence", {"mesh": {"tp": 2}}, 1, 63),

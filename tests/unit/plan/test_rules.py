@@ -130,8 +130,13 @@ BROKEN: list[tuple[str, Request, dict[str, Any]]] = [
     ("host", NO_HOST, {"dp_shard": 8, "zero": 3, "parameters": "cpu"}),
     ("context_mixers", request_of("mamba-2.8b", global_batch=64), {"cp": 8, "zero": 3}),
     ("context_dropout", DROPPED, {"cp": 8, "zero": 3, "attention": "ring"}),
+    ("context_dropout_groups", DROPPED, {"cp": 8, "zero": 3, "attention": "gather", "ulysses": 2}),
     ("context_grid", LLAMA, {"cp": 2, "tp": 4, "mode": "2d", "sequence_parallel": False}),
     ("context_experts", MOE, {"cp": 8, "ep": 8}),
+    ("context_groups", LLAMA, {"dp_shard": 2, "cp": 4, "zero": 3, "ulysses": 8}),
+    ("context_groups", LLAMA, {"cp": 8, "zero": 3, "ulysses": 8}),
+    ("context_groups", LLAMA, {"cp": 8, "zero": 3, "ulysses": 2, "attention": "ulysses"}),
+    ("context_heads", QWEN, {"cp": 8, "zero": 3, "attention": "ring", "ulysses": 4}),
     ("context_heads", QWEN, {"cp": 8, "zero": 3, "attention": "ulysses"}),
     ("replicated_weights", LLAMA, {"dp_replicate": 8, "parameters": "cpu", "optimizer": "cpu"}),
 ]

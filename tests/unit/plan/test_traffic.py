@@ -253,6 +253,27 @@ def test_a_ring_sends_keys_and_values_on_and_their_gradients(recompute: str, tim
     assert found == {("send", "forward"): (once, 24), ("send", "backward"): (times * once, times * 24)}
 
 
+@pytest.mark.parametrize(("kv_heads", "travelling"), [(4, 4), (1, 2)])
+def test_pairs_exchange_heads_and_send_their_keys_to_another_pair(kv_heads: int, travelling: int) -> None:
+    """32 tokens a rank: half of its heads go to its neighbour, keys and values of as many bytes to the other pair."""
+    request = request_of(tiny_llama(num_key_value_heads=kv_heads), "4xH100-80GB", global_batch=4, sequence_length=128)
+    found = {
+        attention: rows(traffic(request, cp=4, microbatches=4, attention=attention, ulysses=2), "cp")
+        for attention in ("ring", "gather")
+    }
+    tokens, kv = 6 * 4 * 32, travelling * 32 * 2 * 2
+    heads = tokens * (8 * 32 * 2 * 2 + kv) / 2
+    both = {("all_to_all", phase): (heads, 96) for phase in ("forward", "backward")}
+    once = tokens * kv
+    assert found["ring"] == {**both, ("send", "forward"): (once, 24), ("send", "backward"): (2 * once, 48)}
+    assert found["gather"] == {
+        **both,
+        ("all_gather", "forward"): (once, 48),
+        ("all_gather", "backward"): (once, 48),
+        ("reduce_scatter", "backward"): (once, 48),
+    }
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("dispatcher", ["pairs", "tokens", "gather"])
 def test_collectives_of_the_dispatchers(dispatcher: str, recompute: str) -> None:

@@ -59,9 +59,10 @@ def test_a_rank_of_experts_gets_as_many_rows_as_it_sends(dispatcher: str) -> Non
     assert timed.loss_last != timed.loss_first
 
 
-@pytest.mark.parametrize("attention", ["gather", "ring", "ulysses"])
-def test_a_rank_of_a_context_has_a_part_of_each_row(attention: str) -> None:
-    bench = bench_of({"mesh": {"dp_shard": 2, "cp": 4}, "context_parallel": {"attention": attention}})
+@pytest.mark.parametrize(("attention", "size"), [("gather", 1), ("ring", 1), ("ulysses", 1), ("ring", 2)])
+def test_a_rank_of_a_context_has_a_part_of_each_row(attention: str, size: int) -> None:
+    policy = {"attention": attention, "ulysses": size}
+    bench = bench_of({"mesh": {"dp_shard": 2, "cp": 4}, "context_parallel": policy})
     timed, *_ = measure_engine(bench)
     assert bench.tokens == 2 * 16 / 4
     assert 3.0 < 4 * timed.loss_first < 5.5, "the loss of a part of the row is its part of the mean"

@@ -163,6 +163,15 @@ def test_a_model_without_experts_has_no_plans_of_experts() -> None:
     assert all(plan.mesh.ep == 1 for plan in every_plan(4, {}, RunSpec.default()))
 
 
+@pytest.mark.parametrize("given", [{}, {"ulysses": 2}, {"attention": "ring", "ulysses": 2}])
+def test_every_plan_of_four_ranks_has_pairs_that_exchange_heads(given: dict[str, Any]) -> None:
+    """A base plan's groups are left out where the ranks do not have them."""
+    plans = every_plan(4, {"context_parallel": given} if given else {}, RunSpec.default())
+    sizes = {(plan.mesh.cp, plan.context_parallel.ulysses) for plan in plans if plan.mesh.cp > 1}
+    assert (4, 2) in sizes
+    assert (2, 2) not in sizes
+
+
 def test_a_sequence_that_does_not_divide_leaves_out_the_plans_that_cut_it() -> None:
     tables = RunSpec.default().model_dump(mode="json", exclude_none=True)
     run = RunSpec.from_tables({**tables, "data": {**tables["data"], "sequence_length": 33}})

@@ -32,13 +32,13 @@ def apply_context_parallel(
     model: nn.Module, plan: Plan, topology: Topology, *, layout: ModelLayout, has_own_objective: bool
 ) -> CPContext | None:
     """Divide the positions of rows over the ranks of cp; None without such ranks."""
-    group = topology.cp_group
-    if group is None:
+    groups = topology.context
+    if groups is None:
         return None
     inner = _require_supported(model, plan.context_parallel, has_own_objective=has_own_objective)
     tensor = plan.tensor_parallel
     multiple = plan.mesh.tp if tensor.mode == "1d" and tensor.sequence_parallel else 1
-    context = CPContext(plan.context_parallel, group, inner=inner, multiple=multiple)
+    context = CPContext(plan.context_parallel, groups, inner=inner, multiple=multiple)
     _register()
     recomputed = _recomputed_blocks(plan, layout)
     for name, module in model.named_modules():
@@ -47,7 +47,7 @@ def apply_context_parallel(
         is_fused = inner == "sdpa"
         attention = ContextAttention(
             plan.context_parallel,
-            group,
+            groups,
             own,
             name=name,
             is_fused=is_fused,

@@ -19,11 +19,12 @@ from weft.core.errors import ModelError, NotBuiltError
 from weft.core.plan import ContextParallel
 from weft.engine.activations.dropout import is_drawing, repeated_in_backward
 from weft.engine.cp.causal import causal_attention
-from weft.engine.cp.exchange import POSITIONS, Group, gather, to_heads, to_rows
+from weft.engine.cp.exchange import POSITIONS, gather, to_heads, to_rows
 from weft.engine.cp.positions import Positions
 from weft.engine.cp.regather import keeping_own, repeated
 from weft.engine.cp.ring import Ring, ring_attention
 from weft.engine.cp.slices import Attending
+from weft.engine.mesh import ContextGroups
 from weft.models.cp.softmax import Attention, is_by_head, scale_of, sinks_of
 
 NAME = "weft_cp"  # of the implementation, in the registries of transformers
@@ -37,7 +38,7 @@ class ContextAttention:
     def __init__(
         self,
         policy: ContextParallel,
-        group: Group,
+        groups: ContextGroups,
         own: Attention | None,
         *,
         name: str,
@@ -49,7 +50,7 @@ class ContextAttention:
 
         `keeps_gathered`: the block is recomputed, so nothing is kept in any case. `attending`: tells dropout.
         """
-        self._policy, self._group, self._own, self._name = policy, group, own, name
+        self._policy, self._groups, self._own, self._name = policy, groups, own, name
         self._is_fused, self._keeps_gathered, self._attending = is_fused, keeps_gathered, attending
 
     def __deepcopy__(self, _memo: Any) -> ContextAttention:
@@ -57,7 +58,11 @@ class ContextAttention:
 
     @cached_property
     def _place(self) -> tuple[int, int]:
-        return dist.get_world_size(self._group), dist.get_rank(self._group)
+        return dist.get_world_size(self._groups.whole), dist.get_rank(self._groups.whole)
+
+    @cached_property
+    def _head_ranks(self) -> int:
+        return self._policy.head_ranks(self._place[0])
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
@@ -69,48 +74,48 @@ class ContextAttention:
         self._require_dropout(kwargs.get("dropout", 0.0))
         is_causal = kwargs.get("is_causal")
         if mask is not None:
-            over_heads = self._policy.attention == "ulysses"
-            self._require_mask(mask, positions.length if over_heads else query.shape[POSITIONS], positions.length)
+            self._require_mask(mask, positions.of_groups(self._head_ranks).own_length, positions.length)
         elif not self._is_fused or not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
             raise self._refused("attends without a mask of transformers' mask functions")
-        if self._policy.attention == "ulysses":
-            return self._over_heads(positions, module, query, key, value, mask, kwargs)
-        if self._policy.attention == "ring":
-            ring = Ring(positions=positions, group=self._group, scale=scale_of(query, kwargs), mask=mask)
-            return ring_attention(query, key, value, sinks_of(module, query.shape[1], kwargs), ring), None
-        return self._gathered(positions, module, query, key, value, mask, kwargs)
-
-    def _gathered(
-        self, positions: Positions, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: Any
-    ) -> Any:
-        """Fused attention may save copies of gathered keys beside dropout: it is repeated, and gathers again so."""
-
-        def attend(query: Tensor, key: Tensor, value: Tensor, *, is_repeated: bool) -> Any:
-            keeps = self._keeps_gathered or is_repeated
-            return self._over_positions(positions, module, query, key, value, mask, kwargs, keeps_gathered=keeps)
-
-        if kwargs.get("dropout", 0.0) > 0 and self._is_fused and not self._keeps_gathered:
-            return repeated_in_backward(partial(attend, is_repeated=True), query, key, value)
-        return attend(query, key, value, is_repeated=False)
+        attend = self._over_positions if self._groups.heads is None else self._over_heads
+        return attend(positions, module, query, key, value, mask, kwargs)
 
     def _over_positions(
+        self, positions: Positions, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: Any
+    ) -> Any:
+        """Queries at `positions` to the keys of whole rows, of the heads that are here."""
+        assert self._own is not None
+        if self._groups.keys is None:
+            with _with_groups(module, query.shape[1] // key.shape[1]), self._attending.by("ulysses"):
+                return self._own(module, query, key, value, mask, **kwargs)
+        if self._policy.attention == "ring":
+            ring = Ring(positions=positions, group=self._groups.keys, scale=scale_of(query, kwargs), mask=mask)
+            return ring_attention(query, key, value, sinks_of(module, query.shape[1], kwargs), ring), None
+        # fused attention beside dropout may save copies of gathered keys: it is repeated, and gathers again so
+        is_repeated = kwargs.get("dropout", 0.0) > 0 and self._is_fused and not self._keeps_gathered
+        keeps = self._keeps_gathered or is_repeated
+        attend = partial(self._gathered, positions, module, mask=mask, kwargs=kwargs, keeps_gathered=keeps)
+        return repeated_in_backward(attend, query, key, value) if is_repeated else attend(query, key, value)
+
+    def _gathered(
         self,
         positions: Positions,
         module: nn.Module,
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        *,
         mask: Any,
         kwargs: Any,
-        *,
         keeps_gathered: bool,
     ) -> Any:
-        """`gather`: this rank's queries, with all heads."""
         assert self._own is not None
+        group = self._groups.keys
+        assert group is not None
         times = query.shape[1] // key.shape[1] if _GROUPS in vars(module) else 1
-        wholes = [repeated(whole, times) for whole in gather(key, value, positions, self._group)]
+        wholes = [repeated(whole, times) for whole in gather(key, value, positions, group)]
         pairs = list(zip((key, value), wholes, strict=True))
-        kept = nullcontext() if keeps_gathered else keeping_own(pairs, positions, self._group, repeats=times)
+        kept = nullcontext() if keeps_gathered else keeping_own(pairs, positions, group, repeats=times)
         with _with_groups(module, query.shape[1] // wholes[0].shape[1]), kept, self._attending.by("gather"):
             if mask is not None:
                 return self._own(module, query, *wholes, mask, **kwargs)
@@ -120,25 +125,23 @@ class ContextAttention:
     def _over_heads(
         self, positions: Positions, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: Any
     ) -> Any:
-        """`ulysses`: the queries of all ranks, with a share of the heads."""
-        assert self._own is not None
-        degree, rank = self._place
-        heads = query.shape[1]
+        """Neighbours exchange heads: each attends with the queries of all of them, and a share of the heads."""
+        group, degree, heads = self._groups.heads, self._head_ranks, query.shape[1]
+        assert group is not None
         if heads % degree:
             raise ModelError(
-                f"{heads} heads do not divide over mesh.cp = {degree} ranks, as context_parallel.attention ="
-                " 'ulysses' needs",
-                hint="set context_parallel.attention = 'gather'",
+                f"{heads} heads do not divide over {degree} context-parallel ranks, which exchange them",
+                hint="set context_parallel.attention = 'gather' and context_parallel.ulysses = 1",
             )
+        near = positions.in_group(degree)
         times = _least_repeats(heads, key.shape[1], degree)
         key, value = repeated(key, times), repeated(value, times)
-        query, key, value = (to_heads(x, positions, self._group) for x in (query, key, value))
-        share = slice(rank * (heads // degree), (rank + 1) * (heads // degree))
+        query, key, value = (to_heads(x, near, group) for x in (query, key, value))
+        share = slice(near.rank * (heads // degree), (near.rank + 1) * (heads // degree))
         kwargs = {name: given[share] if is_by_head(given, heads) else given for name, given in kwargs.items()}
-        groups = query.shape[1] // key.shape[1]
-        with _with_groups(module, groups), _with_share(module, share, heads), self._attending.by("ulysses"):
-            out, weights = self._own(module, query, key, value, mask, **kwargs)
-        return to_rows(out.transpose(1, 2), positions, self._group).transpose(1, 2).contiguous(), weights
+        with _with_share(module, share, heads):
+            out, weights = self._over_positions(positions.of_groups(degree), module, query, key, value, mask, kwargs)
+        return to_rows(out.transpose(1, 2), near, group).transpose(1, 2).contiguous(), weights
 
     def _require_mask(self, mask: Any, queries: int, keys: int) -> None:
         """A mask that the interface did not make, or none, would be silently wrong."""
@@ -152,6 +155,11 @@ class ContextAttention:
                 f"context_parallel.attention = 'ring' has no attention dropout, but {self._name} drops {rate:g}: its"
                 " masks are of whole rows of scores, which a ring never has",
                 hint="set context_parallel.attention = 'gather', or the model's attention dropout to 0",
+            )
+        if rate > 0 and None not in self._groups:
+            raise NotBuiltError(
+                f"context_parallel.ulysses has no attention dropout, but {self._name} drops {rate:g}",
+                hint="set context_parallel.ulysses = 1, or the model's attention dropout to 0",
             )
         if rate > 0 and not is_drawing():
             raise RuntimeError(f"{self._name} drops attention weights outside of a seeded forward")

@@ -21,6 +21,7 @@ from weft.engine.axis import AxisContext
 from weft.engine.cp.masks import MASKS, WholeRows, mask_of, own_rows
 from weft.engine.cp.positions import Positions
 from weft.engine.cp.slices import Attending, ContextSlices
+from weft.engine.mesh import ContextGroups
 from weft.engine.objective import Batch
 from weft.engine.wrap_forward import Forward
 
@@ -36,9 +37,9 @@ class CPContext(AxisContext):
     axis = axes.CP
     active: ClassVar[CPContext | None] = None  # whose model's forward runs
 
-    def __init__(self, policy: ContextParallel, group: dist.ProcessGroup, *, inner: str, multiple: int) -> None:
-        self.policy, self.group, self.inner, self.multiple = policy, group, inner, multiple
-        self._degree, self._rank = dist.get_world_size(group), dist.get_rank(group)
+    def __init__(self, policy: ContextParallel, groups: ContextGroups, *, inner: str, multiple: int) -> None:
+        self.policy, self._groups, self.inner, self.multiple = policy, groups, inner, multiple
+        self._degree, self._rank = dist.get_world_size(groups.whole), dist.get_rank(groups.whole)
         self._rows: WholeRows | None = None
         self._find_documents = getattr(sys.modules[MASKS], SEARCH)
         self.attending = Attending()
@@ -49,7 +50,7 @@ class CPContext(AxisContext):
 
     @property
     def groups(self) -> Sequence[dist.ProcessGroup]:
-        return [self.group]
+        return list({id(group): group for group in self._groups if group is not None}.values())
 
     @property
     def activation_groups(self) -> Sequence[dist.ProcessGroup]:
@@ -94,9 +95,10 @@ class CPContext(AxisContext):
         """The mask of the rows whose forward runs."""
         if self._rows is None:
             raise RuntimeError("a mask was asked for outside of a forward")
-        has_all, is_fused = self.policy.attention == "ulysses", self.inner == "sdpa"
+        queries = self._rows.positions.of_groups(self.policy.head_ranks(self._degree))
+        is_fused = self.inner == "sdpa"
         try:
-            return mask_of(inner, self._rows, has_all_queries=has_all, is_fused=is_fused)(**kwargs)
+            return mask_of(inner, self._rows, queries=queries, is_fused=is_fused)(**kwargs)
         except IndexError as error:
             raise ModelError(
                 "context parallelism does not work here: a mask function of the model reads a tensor of one rank's"

@@ -90,8 +90,8 @@ def own_rows(batch: Mapping[str, Tensor], positions: Positions) -> dict[str, Ten
     return taken
 
 
-def mask_of(inner: Mask, rows: WholeRows, *, has_all_queries: bool, is_fused: bool) -> Mask:
-    """The mask function of the attention implementation `inner` for this rank's queries (all: with ulysses).
+def mask_of(inner: Mask, rows: WholeRows, *, queries: Positions, is_fused: bool) -> Mask:
+    """The mask function of the attention implementation `inner` for the queries that this rank attends with.
 
     None for plain causal attention if it is fused: a mask of a rank's queries and all keys would be large. Nor has a
     window that no row fills a mask in one process, and the dropout of another kernel would draw other numbers.
@@ -104,7 +104,7 @@ def mask_of(inner: Mask, rows: WholeRows, *, has_all_queries: bool, is_fused: bo
         if is_fused and may_skip and (mask_function is causal or (window is not None and rows.length < window)):
             return None
         device = torch.device(device)
-        own = torch.arange(positions.length, device=device) if has_all_queries else positions.index(device)
+        own = queries.index(device)
 
         def at_positions(b: Any, h: Any, q: Any, k: Any) -> Any:
             allowed = mask_function(b, h, own[q], k)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -24,6 +24,15 @@ class Positions:
     @property
     def own_length(self) -> int:
         return self.length // self.degree
+
+    def of_groups(self, size: int) -> Positions:
+        """Those of the `size` neighbours that this rank is one of, among such groups: their pieces are neighbours in
+        the row, so both splits are those of fewer ranks."""
+        return replace(self, degree=self.degree // size, rank=self.rank // size)
+
+    def in_group(self, size: int) -> Positions:
+        """This rank's among those of its `size` neighbours, in the order of the row."""
+        return replace(self, length=self.own_length * size, degree=size, rank=self.rank % size)
 
     @cached_property
     def _pieces(self) -> tuple[tuple[int, ...], ...]:

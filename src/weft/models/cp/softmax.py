@@ -47,8 +47,8 @@ def softmax_attention(
     query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, *, scale: float, sinks: Tensor | None
 ) -> Tensor:
     """[rows, positions, heads, width], in one piece."""
-    times = query.shape[1] // key.shape[1]
-    key, value = (each.repeat_interleave(times, 1) for each in (key, value))
+    if (times := query.shape[1] // key.shape[1]) > 1:
+        key, value = (each.repeat_interleave(times, 1) for each in (key, value))
     scores = (query @ key.mT * scale).masked_fill(~allowed, -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)

@@ -9,7 +9,13 @@ from weft.core.sequence_split import padded_length
 from weft.models.build import build_config, build_skeleton
 from weft.models.cp.probe import why_not_divided
 from weft.models.cp.ring_probe import why_not_in_ring
-from weft.plan.cp.rules import RING_DROPOUT, RING_DROPOUT_HINT, drops_attention
+from weft.plan.cp.rules import (
+    GROUP_DROPOUT,
+    GROUP_DROPOUT_HINT,
+    RING_DROPOUT,
+    RING_DROPOUT_HINT,
+    drops_attention,
+)
 
 _GATHER = "set context_parallel.attention = 'gather'"
 _FEW_TOKENS = 64  # of a model that takes its tokenizer's vocabulary
@@ -18,23 +24,33 @@ _FEW_TOKENS = 64  # of a model that takes its tokenizer's vocabulary
 def check_context(plan: Plan, run: RunSpec, shape: ModelShape | None) -> list[tuple[str, str]]:
     """Reasons against `mesh.cp`, as (sentence, hint)."""
     one = "use mesh.cp = 1"
-    if plan.context_parallel.attention == "ring" and shape is not None and drops_attention(shape):
+    drops = shape is not None and drops_attention(shape)
+    if plan.context_parallel.attention == "ring" and drops:
         return [(RING_DROPOUT, RING_DROPOUT_HINT)]
+    if plan.context_parallel.ulysses > 1 and drops:
+        return [(GROUP_DROPOUT, GROUP_DROPOUT_HINT)]
     model = build_skeleton(build_config(run.model, vocab_size=_FEW_TOKENS), attention=run.model.attention)
     if reason := why_not_divided(model):
         return [(f"the sequence of {type(model).__name__} cannot be divided over ranks: {reason}", one)]
     if plan.context_parallel.attention == "ring" and (reason := why_not_in_ring(model)):
         name = type(model).__name__
         return [(f"context_parallel.attention = 'ring' cannot add up the attention of {name}: {reason}", _GATHER)]
-    degree = plan.mesh.cp * plan.mesh.tp
+    over_heads = plan.context_parallel.head_ranks(plan.mesh.cp)
+    degree = over_heads * plan.mesh.tp
     heads = [kind.attention.num_heads for kind in shape.kinds if kind.attention is not None] if shape else []
     uneven = [count for count in heads if count % degree]
-    if plan.context_parallel.attention == "ulysses" and uneven:
-        sentence = (
-            f"{uneven[0]} heads do not divide over {degree} ranks, as context_parallel.attention = 'ulysses' needs"
-        )
-        return [(sentence, _GATHER)]
+    if over_heads > 1 and uneven:
+        sentence = f"{uneven[0]} heads do not divide over {degree} ranks, which exchange them (context_parallel)"
+        begin = f"{_GATHER} and" if plan.context_parallel.attention == "ulysses" else "set"
+        return [(sentence, f"{begin} context_parallel.ulysses = {_most_neighbours(heads, plan)}")]
     return _padded_mixture(plan, run, shape)
+
+
+def _most_neighbours(heads: list[int], plan: Plan) -> int:
+    """The largest groups that these heads divide over."""
+    cp, tp = plan.mesh.cp, plan.mesh.tp
+    sizes = [size for size in range(2, cp) if cp % size == 0 and all(count % (size * tp) == 0 for count in heads)]
+    return max(sizes, default=1)
 
 
 def _padded_mixture(plan: Plan, run: RunSpec, shape: ModelShape | None) -> list[tuple[str, str]]:

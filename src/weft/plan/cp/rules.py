@@ -14,6 +14,8 @@ RING_DROPOUT = (
     "context_parallel.attention = 'ring' has no attention dropout: its masks are of whole rows of scores, which a ring"
     " never has"
 )
+GROUP_DROPOUT = "context_parallel.ulysses has no attention dropout: a rank has neither all heads nor all positions"
+GROUP_DROPOUT_HINT = "set context_parallel.ulysses = 1, or the model's attention dropout to 0"
 RING_DROPOUT_HINT = "set context_parallel.attention = 'gather', or the model's attention dropout to 0"
 
 
@@ -24,6 +26,10 @@ def _has_other_mixers(request: Request, columns: Columns) -> Bools:
 def _drops_in_a_ring(request: Request, columns: Columns) -> Bools:
     is_ring = columns.cp_attention == CP_ATTENTIONS.index("ring")
     return (columns.cp > 1) & is_ring & drops_attention(request.shape)
+
+
+def _drops_in_groups(request: Request, columns: Columns) -> Bools:
+    return (columns.cp > 1) & (columns.cp_ulysses > 1) & drops_attention(request.shape)
 
 
 def drops_attention(shape: ModelShape) -> bool:
@@ -39,10 +45,15 @@ def _replicates_experts(request: Request, columns: Columns) -> Bools:
 
 
 def _heads_do_not_divide(request: Request, columns: Columns) -> Bools:
-    over_heads = (columns.cp > 1) & (columns.cp_attention == CP_ATTENTIONS.index("ulysses"))
     counts = [kind.attention.num_heads for kind in request.shape.kinds if kind.attention is not None]
-    uneven = [count % (columns.cp * columns.tp) != 0 for count in counts]
-    return over_heads & np.any([np.zeros(len(columns), dtype=bool), *uneven], axis=0)
+    uneven = [count % (columns.head_ranks * columns.tp) != 0 for count in counts]
+    return (columns.head_ranks > 1) & np.any([np.zeros(len(columns), dtype=bool), *uneven], axis=0)
+
+
+def _groups_do_not_divide(request: Request, columns: Columns) -> Bools:
+    has_all = columns.cp_attention == CP_ATTENTIONS.index("ulysses")
+    is_uneven = (columns.cp % columns.cp_ulysses != 0) | (columns.cp_ulysses >= columns.cp)
+    return (columns.cp > 1) & (columns.cp_ulysses > 1) & (has_all | is_uneven)
 
 
 RULES: tuple[Rule, ...] = (
@@ -59,6 +70,12 @@ RULES: tuple[Rule, ...] = (
         lambda request, columns: RING_DROPOUT_HINT,
     ),
     Rule(
+        "context_dropout_groups",
+        GROUP_DROPOUT,
+        _drops_in_groups,
+        lambda request, columns: GROUP_DROPOUT_HINT,
+    ),
+    Rule(
         "context_grid",
         "context parallelism works beside tensor_parallel.mode = '1d' alone",
         _is_beside_a_grid,
@@ -71,9 +88,17 @@ RULES: tuple[Rule, ...] = (
         lambda request, columns: "set data_parallel.zero = 1, 2 or 3",
     ),
     Rule(
+        "context_groups",
+        "context_parallel.ulysses is a part of the ranks of mesh.cp, for attention = 'ring' or 'gather'",
+        _groups_do_not_divide,
+        lambda request, columns: "set context_parallel.ulysses to a divisor of mesh.cp below it, or to 1",
+    ),
+    Rule(
         "context_heads",
-        "context_parallel.attention = 'ulysses' needs attention heads that divide over context and tensor ranks",
+        "context-parallel ranks that exchange heads (ulysses) need heads that divide over them and over tensor ranks",
         _heads_do_not_divide,
-        lambda request, columns: f"heads: {common(head_counts(request))}; or use context_parallel.attention = 'gather'",
+        lambda request, columns: (
+            f"heads: {common(head_counts(request))}; or use context_parallel.attention = 'gather' alone"
+        ),
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from weft.core.model_shape import AttentionShape
-from weft.plan.columns import CP_ATTENTIONS, CP_SPLITS, Bools, Columns, Floats
+from weft.plan.columns import CP_ATTENTIONS, CP_SPLITS, Columns, Floats
 from weft.plan.view import View
 
 # Seconds of attention, times those of whole rows. Parts of a row are aligned to their last key, which cuDNN's kernel
@@ -20,42 +20,41 @@ def kv_heads_of(columns: Columns, attention: AttentionShape) -> Floats:
     return np.asarray(np.ceil(heads / np.minimum(columns.tp, heads)), dtype=np.float64)
 
 
-def kv_elements(columns: Columns, attention: AttentionShape) -> Floats:
-    """Elements of a token's keys and values on a rank."""
-    return kv_heads_of(columns, attention) * (attention.head_dim + attention.value_dim)
-
-
-def exchanged_kv_heads(columns: Columns, attention: AttentionShape) -> Floats:
-    """Key-value heads that ulysses sends: repeated until they divide over the ranks."""
+def travelling_kv_heads(columns: Columns, attention: AttentionShape) -> Floats:
+    """Key-value heads that a rank sends: repeated until they divide over the ranks that exchange heads."""
     kv = kv_heads_of(columns, attention).astype(np.int64)
-    return np.asarray(np.lcm(kv, columns.cp), dtype=np.float64)
+    return np.asarray(np.lcm(kv, columns.head_ranks), dtype=np.float64)
+
+
+def kv_elements(columns: Columns, attention: AttentionShape) -> Floats:
+    """Elements of keys and values on a rank, per token of its own: fewer heads have as many more positions."""
+    return travelling_kv_heads(columns, attention) * (attention.head_dim + attention.value_dim)
 
 
 def attention_buffers(view: View, *, wide: Floats) -> Floats:
     """Memory of other ranks' keys and values in one block, with gradients: its backward has most.
 
     `gather` has those of all ranks, until the block is done. A ring has its own, the next rank's on their way, and the
-    gradients of both. Neither has them beside the tensors of the MLP (`wide`): what it has beyond those counts.
-    Key-value heads are repeated for each query head, as transformers does beside a mask.
+    gradients of both; with two or three ranks less is on its way. Neither has them beside the tensors of the MLP
+    (`wide`): what it has beyond those counts. Key-value heads are repeated for each query head, as transformers does
+    beside a mask. An exchange of heads has what is sent and what arrives, before or after the others.
     """
     columns, sizes = view.columns, view.sizes
-    gathered, passed = np.zeros(len(columns)), np.zeros(len(columns))
+    gathered = passed = nothing = np.zeros(len(columns))
     for block in view.shape.kinds:
         if block.attention is None:
             continue
         own = view.tokens * sizes.activation * kv_elements(columns, block.attention)
-        times = np.maximum(1.0, block.attention.num_heads / columns.tp / kv_heads_of(columns, block.attention))
-        gathered = np.maximum(gathered, (2 * times) * columns.cp * own)
+        times = np.maximum(1.0, block.attention.num_heads / columns.tp / travelling_kv_heads(columns, block.attention))
+        gathered = np.maximum(gathered, (2 * times) * columns.key_ranks * own)
         exact = 4 / sizes.activation  # sums are in float32
         queries = view.tokens * sizes.activation * block.attention.num_heads / columns.tp * block.attention.head_dim
-        passed = np.maximum(passed, (4 + 2 * exact + times * (1 + exact)) * own + exact * queries)
-    beyond = {"gather": np.maximum(gathered - wide, 0.0), "ring": np.maximum(passed - wide, 0.0)}
-    of = {**beyond, "ulysses": 2 * view.stream_bytes}
-    return np.where(columns.cp > 1, np.choose(columns.cp_attention, [of[name] for name in CP_ATTENTIONS]), 0.0)
-
-
-def is_ring(columns: Columns) -> Bools:
-    return np.asarray((columns.cp > 1) & (columns.cp_attention == CP_ATTENTIONS.index("ring")))
+        on_way = np.where(columns.key_ranks > 2, np.minimum(columns.key_ranks, 4), 1)
+        passed = np.maximum(passed, (on_way + 2 * exact + times * (1 + exact)) * own + exact * queries)
+    exchanged = np.where(columns.head_ranks > 1, 2 * view.stream_bytes, 0.0)
+    of = {"gather": np.maximum(gathered - wide, 0.0), "ring": np.maximum(passed - wide, 0.0), "ulysses": nothing}
+    between = np.choose(columns.cp_attention, [of[name] for name in CP_ATTENTIONS])
+    return np.where(columns.cp > 1, np.maximum(exchanged, between), 0.0)
 
 
 def work_of_parts(columns: Columns, attention: AttentionShape) -> Floats:
@@ -67,7 +66,5 @@ def work_of_parts(columns: Columns, attention: AttentionShape) -> Floats:
 
 def most_work(columns: Columns) -> Floats:
     """Attention of the busiest rank over the mean: contiguous parts are uneven under a causal mask."""
-    is_uneven = (columns.cp_split == CP_SPLITS.index("contiguous")) & (
-        columns.cp_attention != CP_ATTENTIONS.index("ulysses")
-    )
-    return np.where((columns.cp > 1) & is_uneven, (2 * columns.cp - 1) / columns.cp, 1.0)
+    is_contiguous = columns.cp_split == CP_SPLITS.index("contiguous")
+    return np.where(is_contiguous, (2 * columns.key_ranks - 1) / columns.key_ranks, 1.0)

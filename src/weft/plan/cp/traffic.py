@@ -1,13 +1,14 @@
 """Traffic of context parallelism, per block with attention and micro-batch, as the engine's attentions make it.
 
-With the rank's keys and values k (of a tensor-parallel rank's heads), its queries q, and outputs o:
+With the rank's keys and values k (of a tensor-parallel rank's heads), its queries q, and outputs o; n of the ranks
+exchange heads (all with ulysses), and keys travel between c = cp / n:
 
 | attention | forward                                | backward                                                  |
 | --------- | -------------------------------------- | --------------------------------------------------------- |
-| gather    | all_gather of k twice (keys, values)   | all_gather of k twice again; reduce_scatter of gradients  |
-| ulysses   | all_to_all of q, k twice, o            | all_to_all of their gradients; recompute repeats those of |
+| n > 1     | all_to_all of q, k twice, o            | all_to_all of their gradients; recompute repeats those of |
 |           |                                        | the forward                                               |
-| ring      | cp - 1 sends of k (keys with values)   | the same again, and of their gradients; recompute repeats |
+| gather    | all_gather of k twice (keys, values)   | all_gather of k twice again; reduce_scatter of gradients  |
+| ring      | c - 1 sends of k (keys with values)    | the same again, and of their gradients; recompute repeats |
 |           |                                        | those of the forward                                      |
 """
 
@@ -20,8 +21,8 @@ import numpy as np
 from weft.core import axes
 from weft.core.model_shape import AttentionShape
 from weft.plan.axis import TrafficRow
-from weft.plan.columns import CP_ATTENTIONS, Columns, Floats
-from weft.plan.cp.sizes import exchanged_kv_heads, kv_elements
+from weft.plan.columns import CP_ATTENTIONS, Bools, Columns, Floats
+from weft.plan.cp.sizes import kv_elements
 from weft.plan.view import View
 
 Passed = tuple[str, str, Floats, Floats]  # collective, phase, bytes on the wire, count: of one block and micro-batch
@@ -40,8 +41,8 @@ def traffic(view: View) -> list[TrafficRow]:
         repeats = (recomputed.full + recomputed.selective)[:, index] * m
         rank_bytes = view.tokens * view.sizes.activation
         for is_on, passes in (
+            (columns.head_ranks > 1, _heads(columns, block.attention, rank_bytes, times, repeats)),
             (_has(columns, "gather"), _gather(columns, block.attention, rank_bytes, times)),
-            (_has(columns, "ulysses"), _ulysses(columns, block.attention, rank_bytes, times, repeats)),
             (_has(columns, "ring"), _ring(columns, block.attention, rank_bytes, times, repeats)),
         ):
             for collective, phase, nbytes, count in passes:
@@ -51,24 +52,23 @@ def traffic(view: View) -> list[TrafficRow]:
     return [TrafficRow(axes.CP, collective, phase, *both) for (collective, phase), both in totals.items()]
 
 
-def _has(columns: Columns, attention: str) -> Floats:
-    return np.asarray((columns.cp > 1) & (columns.cp_attention == CP_ATTENTIONS.index(attention)))
+def _has(columns: Columns, attention: str) -> Bools:
+    return np.asarray((columns.key_ranks > 1) & (columns.cp_attention == CP_ATTENTIONS.index(attention)))
 
 
 def _gather(columns: Columns, attention: AttentionShape, rank_bytes: Floats, times: Floats) -> Iterator[Passed]:
-    sent = (columns.cp - 1) * rank_bytes * kv_elements(columns, attention) * times
+    sent = (columns.key_ranks - 1) * rank_bytes * kv_elements(columns, attention) * times
     yield "all_gather", "forward", sent, 2 * times
     yield "all_gather", "backward", sent, 2 * times
     yield "reduce_scatter", "backward", sent, 2 * times
 
 
-def _ulysses(
+def _heads(
     columns: Columns, attention: AttentionShape, rank_bytes: Floats, times: Floats, repeats: Floats
 ) -> Iterator[Passed]:
-    heads = attention.num_heads / columns.tp
-    kv_heads = exchanged_kv_heads(columns, attention)
-    elements = (heads + kv_heads) * (attention.head_dim + attention.value_dim)
-    sent = (columns.cp - 1) / columns.cp * rank_bytes * elements
+    queries = attention.num_heads / columns.tp * (attention.head_dim + attention.value_dim)
+    elements = queries + kv_elements(columns, attention)
+    sent = (columns.head_ranks - 1) / columns.head_ranks * rank_bytes * elements
     yield "all_to_all", "forward", sent * times, 4 * times
     yield "all_to_all", "backward", sent * (times + repeats), 4 * (times + repeats)
 
@@ -76,7 +76,7 @@ def _ulysses(
 def _ring(
     columns: Columns, attention: AttentionShape, rank_bytes: Floats, times: Floats, repeats: Floats
 ) -> Iterator[Passed]:
-    hops = np.asarray(columns.cp - 1, dtype=np.float64)
+    hops = np.asarray(columns.key_ranks - 1, dtype=np.float64)
     sent = hops * rank_bytes * kv_elements(columns, attention)
     yield "send", "forward", sent * times, hops * times
     yield "send", "backward", sent * (2 * times + repeats), hops * (2 * times + repeats)

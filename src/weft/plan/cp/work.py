@@ -19,11 +19,12 @@ def work_by_split(plan: Plan, shape: ModelShape, length: int) -> dict[str, list[
 
     `ulysses` gives every rank all positions of a share of the heads: its work is equal whatever the split.
     """
-    degree = plan.mesh.cp
-    if degree == 1 or plan.context_parallel.attention == "ulysses":
+    degree, policy = plan.mesh.cp, plan.context_parallel
+    if degree == 1 or policy.attention == "ulysses":
         return {}
     found = [shape.kinds[kind].attention for kind in shape.order]
     windows = [attention.window for attention in found if attention is not None]
     if not windows:
         return {}
-    return {split: work_over_mean(length, degree=degree, split=split, windows=windows) for split in SPLITS}
+    group = policy.head_ranks(degree)
+    return {split: work_over_mean(length, degree=degree, split=split, group=group, windows=windows) for split in SPLITS}

@@ -172,7 +172,7 @@ def _with_framework(view: View, terms: Terms) -> Terms:
     )
     axes = sum(
         ((getattr(columns, axis) > 1).astype(float) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp")),
-        start=(columns.secondary_shard > 0).astype(float),
+        start=(columns.secondary_shard > 0).astype(float) + ((columns.head_ranks > 1) & (columns.key_ranks > 1)),
     )
     outside = request.cluster.device.overhead_bytes + axes * COMMUNICATOR_BYTES + FRAGMENTATION * comes_and_goes
     return {**terms, Term.TEMPORARIES: terms[Term.TEMPORARIES] + MATMUL_WORKSPACE_BYTES, Term.FRAMEWORK: outside}

@@ -48,6 +48,13 @@ class AxisLink:
             np.maximum(outside / self.between_bytes_per_s, (wire_bytes - outside) / self.inside_bytes_per_s) + waiting
         )
 
+    def hop_seconds(self, wire_bytes: Floats, *, num_calls: Floats | float = 1.0) -> Floats:
+        """Seconds of sends to the next rank: all wait for the one whose message leaves its node, through its card."""
+        rate = np.where(
+            self.off_node > 0, min(self.between_bytes_per_s, self.inside_bytes_per_s), self.inside_bytes_per_s
+        )
+        return np.asarray(wire_bytes / rate + num_calls * self.latency_s, dtype=np.float64)
+
     def seconds(self, wire_bytes: Floats, *, num_calls: Floats | float = 1.0) -> Floats:
         """Seconds of `num_calls` collectives with `wire_bytes` per rank in total."""
         steps = np.minimum(np.maximum(self.degree - 1, 0), 2 * np.log2(np.maximum(self.degree, 2)))
@@ -106,6 +113,13 @@ def expert_shard_link(cluster: Cluster, columns: Columns) -> AxisLink:
     """The link of the ranks with the same experts (edp), with the ranks of other experts in between."""
     inner = columns.expert_tp * columns.ep
     return _link(cluster, inner.astype(np.float64), columns.edp.astype(np.float64))
+
+
+def context_links(cluster: Cluster, columns: Columns) -> tuple[AxisLink, AxisLink]:
+    """The links of context-parallel neighbours that exchange heads, and of ranks that exchange keys and values."""
+    inner, _ = inner_degree(columns, (CP,))
+    near = columns.head_ranks.astype(np.float64)
+    return _link(cluster, inner, near), _link(cluster, inner * near, columns.key_ranks.astype(np.float64))
 
 
 def link_of(cluster: Cluster, columns: Columns, axis: str) -> AxisLink:

@@ -17,13 +17,12 @@ from weft.core import axes
 from weft.core.terms import StepTerm as Term
 from weft.plan import muon
 from weft.plan.columns import Columns, Floats, Ints
-from weft.plan.cp.sizes import is_ring
 from weft.plan.dp.all_reduce import replica_seconds
 from weft.plan.pp.stages import bubble_of
 from weft.plan.request import Request, rate_format
 from weft.plan.teacher import teacher_seconds
 from weft.plan.time.compute import ATTENTION_BACKWARD, BlockSeconds, block_seconds, model_flops
-from weft.plan.time.links import AxisLink, axis_link, backward_link, expert_link, link_of, node_links
+from weft.plan.time.links import AxisLink, axis_link, backward_link, context_links, expert_link, link_of, node_links
 from weft.plan.time.state_stream import UPDATE_PASSES, held_elements
 from weft.plan.time.transfers import OVERLAP, transfers_of
 from weft.plan.traffic import Traffic, estimate_traffic
@@ -81,7 +80,7 @@ def _stage_terms(view: View) -> Terms:
         Term.TEACHER: teacher_seconds(view),
         Term.LAUNCH: m * busy.launch,
         Term.TP_COMM: wire[axes.TP],
-        Term.CP_COMM: np.maximum(wire[axes.CP] - _beside_attention(columns, attention), 0.0),
+        Term.CP_COMM: _context(request, columns, traffic, attention),
         Term.EP_COMM: wire[axes.EP] - _beside_experts(columns, wire[axes.EP], 3 * m * busy.expert_forward),
         Term.PP_COMM: EXPOSED_SENDS * wire[axes.PP],
         Term.DP_COMM: _data_parallel(request, columns, traffic, busy),
@@ -102,18 +101,24 @@ def _wire(request: Request, columns: Columns, traffic: Traffic) -> dict[str, Flo
     seconds = {
         axis: _seconds(axis_link(request.cluster, columns, (axis,)), traffic.of(axis)) for axis in (axes.TP, axes.PP)
     }
-    moved, count = traffic.of(axes.CP)
-    link = axis_link(request.cluster, columns, (axes.CP,))
-    calls = np.where(is_ring(columns), count / np.maximum(columns.cp - 1, 1), count)  # a send is one step
-    seconds[axes.CP] = link.seconds(moved, num_calls=calls)
     moved, count = traffic.of(axes.EP)
     seconds[axes.EP] = expert_link(request.cluster, columns).exchange_seconds(moved, num_calls=count)
     return seconds
 
 
-def _beside_attention(columns: Columns, attention: Floats) -> Floats:
-    """Seconds of attention that hide exchanges: a ring's, but for the part whose next keys and values are not sent."""
-    return np.where(is_ring(columns), OVERLAP * attention * (columns.cp - 1) / columns.cp, 0.0)
+def _context(request: Request, columns: Columns, traffic: Traffic, attention: Floats) -> Floats:
+    """Seconds of exchanges that attention does not hide. It hides a ring's, but for the part whose next keys and values
+    are not sent."""
+    if not np.any(columns.cp > 1):
+        return np.zeros(len(columns))
+    near, far = context_links(request.cluster, columns)
+    heads, passed = (traffic.of(axes.CP, collective=name) for name in ("all_to_all", "send"))
+    gathered, reduced = (
+        _seconds(far, traffic.of(axes.CP, collective=name)) for name in ("all_gather", "reduce_scatter")
+    )
+    beside = OVERLAP * attention * (columns.key_ranks - 1) / columns.key_ranks
+    hops = np.maximum(far.hop_seconds(passed[0], num_calls=passed[1]) - beside, 0.0)
+    return near.exchange_seconds(heads[0], num_calls=heads[1]) + gathered + reduced + hops
 
 
 def _beside_experts(columns: Columns, exchange: Floats, experts: Floats) -> Floats:

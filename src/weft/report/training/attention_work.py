@@ -18,7 +18,8 @@ def draw_attention_work(folder: TrainingFolder) -> Chart | None:
     if degree is None or length is None or degree < 2 or word(policy.get("attention")) == "ulysses":
         return None
     splits: tuple[SequenceSplit, ...] = get_args(SequenceSplit)
-    work = {str(split): work_over_mean(length, degree=degree, split=split) for split in splits}
+    group = count(policy.get("ulysses")) or 1
+    work = {str(split): work_over_mean(length, degree=degree, split=split, group=group) for split in splits}
     figure = stack_figure(
         [str(rank) for rank in range(degree)], work, title="over the mean", show="{:.3f}".format, bar_title="rank"
     )

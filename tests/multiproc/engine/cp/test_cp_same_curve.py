@@ -48,6 +48,7 @@ FAMILIES = {
 }  # fmt: skip
 CP2: dict[str, Any] = {"mesh": {"cp": 2}}
 RING = {"attention": "ring"}
+PAIRS = {**RING, "ulysses": 2}  # of four ranks: two exchange heads, and pass keys and values to the other two
 ZIGZAG, CONTIGUOUS = {"split": "zigzag"}, {"split": "contiguous"}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
@@ -72,6 +73,17 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "cp 4, ulysses": {"mesh": {"cp": 4}, "context_parallel": {"attention": "ulysses"}},
         "cp 4, ring": {"mesh": {"cp": 4}, "context_parallel": RING},
         "cp 4, ring, contiguous": {"mesh": {"cp": 4}, "context_parallel": {**RING, **CONTIGUOUS}},
+        "cp 2 x 2": {"mesh": {"cp": 4}, "context_parallel": PAIRS},
+        "cp 2 x 2, contiguous": {"mesh": {"cp": 4}, "context_parallel": {**PAIRS, **CONTIGUOUS}},
+        "cp 2 x 2, gather": {"mesh": {"cp": 4}, "context_parallel": {**PAIRS, "attention": "gather"}},
+        "cp 2 x 2, ZeRO-3, recompute": {
+            "mesh": {"cp": 4}, "context_parallel": PAIRS, "data_parallel": {"zero": 3},
+            "activations": {"policy": "full"}, "pipeline": {"microbatches": 2},
+        },
+        "cp 2 x 2, gather, ZeRO-3, selective": {
+            "mesh": {"cp": 4}, "context_parallel": {**PAIRS, "attention": "gather", **CONTIGUOUS},
+            "data_parallel": {"zero": 3}, "activations": {"policy": "selective"},
+        },
         "ring, ZeRO-3": {
             "mesh": {"cp": 2, "dp_shard": 2}, "context_parallel": RING, "data_parallel": {"zero": 3},
         },

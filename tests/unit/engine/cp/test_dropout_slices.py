@@ -16,6 +16,7 @@ from weft.core.errors import NotBuiltError
 from weft.core.plan import ContextParallel
 from weft.engine.cp.attention import ContextAttention
 from weft.engine.cp.slices import Attending
+from weft.engine.mesh import ContextGroups
 from weft.engine.tp.activation_layout import ActivationLayout
 
 WIDTH, LENGTHS = 6, (16, 13)
@@ -117,19 +118,24 @@ def test_tokens_of_rows_that_have_no_sequence_are_refused() -> None:
         layout.of((1, WIDTH))
 
 
-@pytest.mark.parametrize(("name", "error"), [("ring", NotBuiltError), ("gather", RuntimeError)])
+@pytest.mark.parametrize(
+    ("name", "ulysses", "error"),
+    [("ring", 1, NotBuiltError), ("gather", 2, NotBuiltError), ("gather", 1, RuntimeError)],
+)
 def test_attention_dropout_without_whole_masks_is_refused(
-    name: Any, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+    name: Any, ulysses: int, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A ring never has whole rows of scores; outside of a seeded forward nothing draws by row."""
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda _group: 2)
+    """A ring never has whole rows of scores, groups neither; outside of a seeded forward nothing draws by row."""
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda _group: 2 * ulysses)
     monkeypatch.setattr("torch.distributed.get_rank", lambda _group: 0)
+    ranks: Any = object()
+    groups = ContextGroups(ranks, ranks if ulysses > 1 else None, ranks)
     attention = ContextAttention(
-        ContextParallel(attention=name), None, F.scaled_dot_product_attention, name="layers.0.attention",  # type: ignore[arg-type]
-        is_fused=True, keeps_gathered=False, attending=Attending(),
+        ContextParallel(attention=name, ulysses=ulysses), groups, F.scaled_dot_product_attention,
+        name="layers.0.attention", is_fused=True, keeps_gathered=False, attending=Attending(),
     )  # fmt: skip
     x = torch.ones(1, 2, 8, WIDTH)
     with pytest.raises(error, match=r"layers\.0\.attention drops") as caught:
         attention(nn.Identity(), x, x, x, None, dropout=0.1)
     if isinstance(caught.value, NotBuiltError):
-        assert "'gather'" in str(caught.value.hint)
+        assert ("ulysses = 1" if ulysses > 1 else "'gather'") in str(caught.value.hint)

@@ -14,6 +14,7 @@ from weft.core.plan import ContextParallel
 from weft.engine.cp.context import CPContext
 from weft.engine.cp.masks import MASKS, WholeRows
 from weft.engine.cp.positions import Positions
+from weft.engine.mesh import ContextGroups
 
 LENGTH = 8
 
@@ -46,7 +47,8 @@ def context(monkeypatch: pytest.MonkeyPatch) -> CPContext:
     assert sys.modules[MASKS] is transformers.masking_utils
     monkeypatch.setattr("torch.distributed.get_world_size", lambda _group: 2)
     monkeypatch.setattr("torch.distributed.get_rank", lambda _group: 0)
-    made = CPContext(ContextParallel(), None, inner="sdpa", multiple=1)  # type: ignore[arg-type]
+    groups = ContextGroups(None, None, None)  # type: ignore[arg-type]
+    made = CPContext(ContextParallel(), groups, inner="sdpa", multiple=1)
     positions = Positions(length=LENGTH, degree=2, rank=0, split="zigzag")
     made._rows = rows_of(positions)
     return made

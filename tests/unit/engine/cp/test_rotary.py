@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from weft.core.plan import ContextParallel
 from weft.core.run_spec import ModelSpec
 from weft.engine.cp.context import CPContext
+from weft.engine.mesh import ContextGroups
 from weft.engine.wrap_forward import wrap_own_forward
 from weft.models.build import build_config, build_on_meta
 from weft.models.positions import rotaries_that_follow
@@ -53,7 +54,8 @@ def tables(rotary: nn.Module, positions: Tensor) -> list[Tensor]:
 def context_of(monkeypatch: pytest.MonkeyPatch, rank: int) -> CPContext:
     monkeypatch.setattr("torch.distributed.get_world_size", lambda _group: 2)
     monkeypatch.setattr("torch.distributed.get_rank", lambda _group: rank)
-    return CPContext(ContextParallel(split="contiguous"), None, inner="sdpa", multiple=1)  # type: ignore[arg-type]
+    groups = ContextGroups(None, None, None)  # type: ignore[arg-type]
+    return CPContext(ContextParallel(split="contiguous"), groups, inner="sdpa", multiple=1)
 
 
 @pytest.mark.parametrize("kind", MODELS)

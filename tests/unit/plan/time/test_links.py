@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 from plan_cases import columns_with, one, request_of
 
 from weft.core import axes
-from weft.plan.time.links import axis_link, backward_link, expert_link, gather_bytes, inner_degree, reduce_bytes
+from weft.plan.time.links import (
+    axis_link,
+    backward_link,
+    context_links,
+    expert_link,
+    gather_bytes,
+    inner_degree,
+    reduce_bytes,
+)
 
 FOUR_NODES = request_of(devices="4x8xH100-80GB").cluster
 INSIDE, BETWEEN = FOUR_NODES.inside, FOUR_NODES.between
@@ -74,6 +82,21 @@ def test_what_leaves_the_node_in_an_exchange_goes_through_one_card() -> None:
 def test_an_exchange_inside_the_node_never_leaves_it() -> None:
     link = expert_link(FOUR_NODES, columns_with({"dp_shard": 32, "ep": 8, "zero": 1}))
     assert one(link.exchange_seconds(np.asarray([7e9]))) == pytest.approx(7e9 / INSIDE.bytes_per_s + INSIDE.latency_s)
+
+
+def test_neighbours_exchange_heads_inside_a_node_and_pass_keys_between_nodes() -> None:
+    near, far = context_links(FOUR_NODES, columns_with({"cp": 16, "tp": 2, "ulysses": 4, "attention": "ring"}))
+    assert (one(near.degree), one(near.off_node), one(near.bytes_per_s)) == (4, 0, INSIDE.bytes_per_s)
+    assert (one(far.degree), one(far.off_node), one(far.bytes_per_s)) == (4, 1, BETWEEN.bytes_per_s)
+
+
+def test_a_hop_waits_for_the_message_that_leaves_its_node() -> None:
+    """Eight ranks of a ring are on each node, and one of them sends to the next node, through its own card."""
+    _, across = context_links(FOUR_NODES, columns_with({"cp": 32, "attention": "ring"}))
+    _, inside = context_links(FOUR_NODES, columns_with({"cp": 8, "attention": "ring"}))
+    moved = np.asarray([7e9])
+    assert one(across.hop_seconds(moved)) == pytest.approx(7e9 / BETWEEN.bytes_per_s + BETWEEN.latency_s)
+    assert one(inside.hop_seconds(moved)) == pytest.approx(7e9 / INSIDE.bytes_per_s + INSIDE.latency_s)
 
 
 def test_experts_on_the_tensor_axis_are_neighbours() -> None:
