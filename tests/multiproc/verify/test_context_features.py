@@ -40,7 +40,7 @@ OF_TWO: dict[str, dict[str, Any]] = {
 PAIRS = {"context_parallel": {"attention": "ring", "ulysses": 2}}
 OF_FOUR: dict[str, dict[str, Any]] = {
     "pairs": {"mesh": {"cp": 4}, **PAIRS, "data_parallel": {"zero": 3}},
-    "pairs, documents": {"mesh": {"cp": 4}, "context_parallel": {"attention": "gather", "ulysses": 2}},
+    "pairs, gather": {"mesh": {"cp": 4}, "context_parallel": {"attention": "gather", "ulysses": 2}},
     "codes": {
         "mesh": {"cp": 2, "dp_shard": 2}, "data_parallel": {"zero": 3},
         "precision": {**BF16, "reduce": "int8", "gather": "int8"},
