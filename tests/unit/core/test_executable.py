@@ -57,11 +57,11 @@ def test_the_hint_for_weights_on_the_host_names_the_missing_half(optimizer: str)
         # without the stage, dp_shard implies ZeRO-3; without the format, error feedback would contradict itself
         (
             {
-                "mesh": {"dp_shard": 2, "tp": 2},
+                "mesh": {"dp_shard": 2},
                 "data_parallel": {"error_feedback": True},
-                "precision": {"reduce": "bfloat16"},
+                "precision": {"preset": "fp16", "reduce": "bfloat16"},
             },
-            "remove data_parallel.error_feedback, or set mesh.tp = 1; docs/status.md lists what works",
+            "remove precision.preset, or remove data_parallel.error_feedback; docs/status.md lists what works",
         ),
         (
             {"mesh": {"cp": 2, "ep": 2}},
