@@ -40,9 +40,10 @@ def model_reasons(plan: Plan, run: RunSpec) -> Iterator[WeftError]:
     if shape is None:
         return
     if has_router and not shape.expert_layers:
-        yield ModelError(
-            f"[router] does not apply to {shape.name}: it has no experts", hint="leave [router] out of run.toml"
+        key, where = (
+            ("[router]", "run.toml") if run.router.is_active else ("expert_parallel.capacity_factor", "the plan")
         )
+        yield ModelError(f"{key} does not apply to {shape.name}: it has no experts", hint=f"leave {key} out of {where}")
     reason = why_not_isolated(shape.model_type) if run.data.isolates else None
     if reason is not None:
         yield NotBuiltError(reason[0], hint=reason[1])

@@ -494,6 +494,8 @@ def test_rows_are_finite_and_non_negative_and_idle_axes_are_silent(request: Requ
         "ep": columns.ep == 1,
         "edp": (columns.edp == 1) | (columns.ep == 1),
         "dp_shard": columns.shards == 1,
+        "dp_inside": columns.reduce_neighbours == 0,
+        "dp_between": columns.reduce_neighbours == 0,
         "dp_replicate": (columns.zero > 0) & (columns.dp_replicate == 1) | (columns.dp * columns.cp == 1),
     }
     for view in views_of(request, columns):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from weft.core.errors import BatchError
+from weft.core.errors import BatchError, ModelError
 from weft.core.run_spec import RunSpec
 from weft.train import devices
 from weft.train.job import Job, default_folder, imports_of
@@ -34,8 +34,12 @@ def test_the_plan_travels_as_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_capacity_of_the_plan_is_recorded_in_the_run() -> None:
     """A resume with another plan drops the same choices."""
-    made = job({"expert_parallel": {"capacity_factor": 1.25}}, device="cpu")
-    assert made.run.router.capacity_factor == 1.25
+    plan = {"expert_parallel": {"capacity_factor": 1.25}}
+    run = RunSpec.from_tables({"model": {"type": "mixtral", "config": {"num_hidden_layers": 2}}})
+    assert Job.create(run=run, plan_tables=plan, device="cpu").run.router.capacity_factor == 1.25
+    with pytest.raises(ModelError, match="capacity_factor does not apply to llama") as caught:
+        job(plan, device="cpu")
+    assert caught.value.hint == "leave expert_parallel.capacity_factor out of the plan"
 
 
 def test_the_default_folder_names_the_model() -> None:
