@@ -14,7 +14,7 @@ from weft.data.corpus import find_corpus_of
 from weft.data.loader import Loader
 from weft.data.mixture import MixedRows
 from weft.data.rows import RowLayout, open_rows
-from weft.data.sources import open_sources
+from weft.data.sources import DATASET_PREFIX, open_sources
 from weft.data.split import Split
 from weft.data.streaming import StreamingLoader
 
@@ -30,8 +30,11 @@ def document_length_of(loader: Loader | StreamingLoader) -> float:
 
 
 def find_document_length(data: DataSpec, *, cache_dir: str | Path | None = None) -> float | None:
-    """Of the rows of a run whose tokens are cached; None if they are not, or come of a mixture or a stream."""
-    if data.sources or data.streaming:
+    """Of the rows of a run whose tokens are cached; None if they are not, or come of a mixture or a stream.
+
+    Of a dataset too: its identity would be asked of the hub."""
+    named = [data.source] if isinstance(data.source, str) else data.source
+    if data.sources or data.streaming or any(name.startswith(DATASET_PREFIX) for name in named):
         return None
     corpus = find_corpus_of(open_sources(data), data, cache_dir=cache_dir)
     if corpus is None or not isinstance(corpus.training, Split):

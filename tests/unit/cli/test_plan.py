@@ -218,6 +218,9 @@ def test_document_length_of_a_run_is_that_of_its_cached_tokens(tmp_path: Path, m
     )  # fmt: skip
     (tmp_path / "run.toml").write_text(run.to_toml())
     asked = ("plan", str(tmp_path / "run.toml"), *EIGHT, "--top", "1", "--explain", "time")
+    (tmp_path / "rows.jsonl").rename(tmp_path / "elsewhere")
+    assert answer(*asked)["document_length"] is None
+    (tmp_path / "elsewhere").rename(tmp_path / "rows.jsonl")
     assert answer(*asked)["document_length"] is None
     open_corpus(run.data)
     assert answer(*asked)["document_length"] == (7**2 + 3**2) / 10

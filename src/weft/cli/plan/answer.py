@@ -14,7 +14,7 @@ from weft.cli.plan import view
 from weft.cli.plan.confirm import Confirmation
 from weft.cli.resolve import require_known_sections
 from weft.core.config import apply_settings, parse, read_toml
-from weft.core.errors import BadValueError, PlanError
+from weft.core.errors import BadValueError, PlanError, WeftError
 from weft.core.plan import SECTIONS, Plan
 from weft.core.run_spec import RunSpec
 from weft.core.units import format_bytes, format_count, format_seconds
@@ -95,7 +95,10 @@ def _cached_document_length(model: str) -> float | None:
         return None
     from weft.data.document_length import find_document_length  # loads torch
 
-    return find_document_length(run.data)
+    try:
+        return find_document_length(run.data)
+    except WeftError:  # a plan needs no data: it may be made on another machine
+        return None
 
 
 def _taken(settings: list[str], section: str, key: str) -> tuple[Any, list[str]]:
