@@ -106,6 +106,12 @@ class DataSpec(Section):
         default=False,
         description="with packing concatenate: true: attention and positions restart at every document inside a row",
     )
+    balance_rows: bool = Field(
+        default=True,
+        description="where documents of a row do not attend to each other: true: the rows of each global batch are "
+        "ordered so that ranks and micro-batches have nearly equal attention work (sum of squared document lengths); "
+        "false: as drawn. The samples of a batch are the same",
+    )
     epochs: int | None = Field(default=None, ge=1, description="passes over the data; absent: as many as steps need")
 
     @property
@@ -119,8 +125,22 @@ class DataSpec(Section):
     @property
     def isolates(self) -> bool:
         """Whether rows have several documents that do not attend to each other."""
-        parts = [*self.parts, *self.evaluation_parts.values()]
-        return any(part.isolate_documents or part.row_packing == "documents" for part in parts)
+        return any(part.isolates_rows for part in [*self.parts, *self.evaluation_parts.values()])
+
+    @property
+    def isolates_rows(self) -> bool:
+        """As `isolates`, of one source."""
+        return self.isolate_documents or self.row_packing == "documents"
+
+    @property
+    def trains_isolated(self) -> bool:
+        """As `isolates`, of the training rows."""
+        return any(part.isolates_rows for part in self.parts)
+
+    @property
+    def balances(self) -> bool:
+        """Whether the rows of a global batch of training are ordered by their attention work."""
+        return self.balance_rows and self.trains_isolated
 
     @property
     def turns(self) -> Turns:

@@ -54,14 +54,18 @@ def open_corpus_of(
     progress: BuildProgress | None = None,
 ) -> Corpus:
     """The corpus of these sources, built first if it is not cached, by this process or by another."""
-    folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     tokenizer = open_encoder(spec)
-    key = _key(sources, tokenizer)
-    place = _Place(path=folder.expanduser() / f"tokens-{key}.bin", key=key)
+    place = _place_of(sources, tokenizer, cache_dir)
     store = place.find() or _await(place, sources, tokenizer, progress or Silent())
     if spec.row_truncation == "error" and spec.row_packing != "concatenate":
         _require_short(store, sources, spec)
-    return _as_corpus(store, eval_fraction=spec.eval_fraction, together=2 if spec.format == "preference" else 1)
+    return _as_corpus(store, spec)
+
+
+def find_corpus_of(sources: list[Source], spec: DataSpec, *, cache_dir: str | Path | None = None) -> Corpus | None:
+    """The corpus of these sources if it is cached."""
+    store = _place_of(sources, open_encoder(spec), cache_dir).find()
+    return _as_corpus(store, spec) if store is not None else None
 
 
 def _require_short(store: TokenStore, sources: list[Source], spec: DataSpec) -> None:
@@ -88,6 +92,12 @@ def default_cache_dir() -> Path:
         return (Path(base) if base else Path.home() / ".cache") / "weft"
     except RuntimeError:
         raise DataError("there is no home folder for the token cache", hint="set XDG_CACHE_HOME to a folder") from None
+
+
+def _place_of(sources: list[Source], tokenizer: Tokenizer | SampleEncoder, cache_dir: str | Path | None) -> _Place:
+    folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+    key = _key(sources, tokenizer)
+    return _Place(path=folder.expanduser() / f"tokens-{key}.bin", key=key)
 
 
 @dataclass(frozen=True)
@@ -159,16 +169,16 @@ def _key(sources: list[Source], tokenizer: Tokenizer | SampleEncoder) -> str:
     return hashlib.sha256(json.dumps(identity).encode("utf-8", errors="surrogateescape")).hexdigest()[:32]
 
 
-def _as_corpus(store: TokenStore, *, eval_fraction: float, together: int) -> Corpus:
+def _as_corpus(store: TokenStore, spec: DataSpec) -> Corpus:
     header = store.header
     training, evaluation = split_documents(
         store.tokens,
         store.offsets,
-        eval_fraction=eval_fraction,
+        eval_fraction=spec.eval_fraction,
         vocab_size=header.vocab_size,
         end_of_document=header.end_of_document,
         has_mask=header.has_mask,
-        together=together,
+        together=2 if spec.format == "preference" else 1,
     )
     return Corpus(
         training=training,

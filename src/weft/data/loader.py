@@ -1,8 +1,8 @@
 """Loader: a split as batches of rows, each a pure function of (position, seed), for any number of ranks.
 
 Its only state is `position`, the number of samples that the run has consumed.
-Sample p of the run is row permute(p mod rows, epoch = p div rows); a rank takes its contiguous share of the batch. What
-is in a row: `rows`.
+Sample p of the run is row permute(p mod rows, epoch = p div rows); a rank takes its contiguous share of the batch,
+whose rows `balance` may order by their attention work. What is in a row: `rows`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from weft.core.errors import BatchError, DataError
+from weft.data.balance import balanced_order
 from weft.data.mixture import MixedRows, Mixture
 from weft.data.order import permute
 from weft.data.rows import IGNORED, RowLayout, RowTable, open_rows, require_rows
@@ -35,6 +36,7 @@ class Loader:
         dp_degree: int = 1,
         epochs: int | None = None,
         shuffle: bool = True,
+        balances: bool = False,
     ) -> None:
         require_share(global_batch, dp_rank=dp_rank, dp_degree=dp_degree)
         self.split = split
@@ -43,6 +45,7 @@ class Loader:
         self.dp_rank = dp_rank
         self.dp_degree = dp_degree
         self.shuffle = shuffle
+        self.balances = balances
         self.rows = _rows_of(split, layout)
         self._mixed = self.rows.order(seed=seed) if isinstance(self.rows, MixedRows) and shuffle else None
         self.num_rows = self.rows.num_rows
@@ -72,13 +75,29 @@ class Loader:
         if not self.has_batch(position):
             raise IndexError(f"there is no batch at sample {position} of {self.total_samples}")
         share = self.global_batch // self.dp_degree
-        samples = position + self.dp_rank * share + np.arange(share, dtype=np.int64)
+        samples = self.samples(position)[self.dp_rank * share : (self.dp_rank + 1) * share]
         rows, filler = self._rows(samples)
         batch: dict[str, NDArray[Any]] = dict(self.rows.read(rows))
         batch["labels"][np.repeat(filler, self.rows.per_sample)] = IGNORED
         for name, values in self.columns.items():
             batch[name] = self._column(name, values, rows, filler)
         return {name: torch.from_numpy(values) for name, values in batch.items()}
+
+    def samples(self, position: int) -> NDArray[np.int64]:
+        """The samples of the global batch that begins at `position`, in the order of its rows."""
+        samples = position + np.arange(self.global_batch, dtype=np.int64)
+        if not self.balances or not self._is_of_one_epoch(position):
+            return samples
+        return samples[balanced_order(self.rows.work(self.rows_of(samples)))]
+
+    def _is_of_one_epoch(self, position: int) -> bool:
+        """Whether the batch is full, and its rows are of one epoch; sources of a mixture have epochs of their own.
+
+        Rows of two epochs in one order would put a row of the second before the last ones of the first."""
+        last = position + self.global_batch - 1
+        if self.total_samples is not None and last >= self.total_samples:
+            return False
+        return self._mixed is not None or position // self.num_rows == last // self.num_rows
 
     def _column(
         self, name: str, values: NDArray[np.float64], rows: NDArray[np.int64], filler: NDArray[np.bool_]

@@ -78,8 +78,20 @@ class MixedRows:
     def order(self, *, seed: int) -> MixtureOrder:
         return MixtureOrder(self.shares, self.sizes, seed=seed)
 
+    def work(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        owners = self._owners(rows)
+        work = np.empty_like(rows)
+        for owner in np.unique(owners).tolist():
+            chosen = owners == owner
+            work[chosen] = self.tables[owner].work(rows[chosen] - self._first[owner])
+        return work
+
+    def _owners(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The source of each row."""
+        return np.searchsorted(self._first, rows, side="right") - 1
+
     def read(self, rows: NDArray[np.int64]) -> Batch:
-        owners = np.searchsorted(self._first, rows, side="right") - 1
+        owners = self._owners(rows)
         read = [
             self.tables[owner].read(np.array([row - self._first[owner]]))
             for owner, row in zip(owners, rows, strict=True)

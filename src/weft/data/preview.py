@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from weft.core.data_spec import DataSpec
 from weft.core.vocabulary import BYTES
+from weft.data.balance import largest_part
 from weft.data.loader import Loader
 from weft.data.mixture import MixedRows
 from weft.data.rows import IGNORED, SampleRows
@@ -50,7 +51,11 @@ def preview_of(data: DataSpec, loader: Loader | StreamingLoader, *, num_samples:
     batch = {key: value.numpy() for key, value in loader.batch(position).items()}
     first = {key: values[0] for key, values in batch.items()}
     return Preview(
-        lines=[*_of_samples(data, loader, num_samples), _of_tokens(loader, num_samples)],
+        lines=[
+            *_of_samples(data, loader, num_samples),
+            _of_tokens(loader, num_samples),
+            *_of_balance(loader, position),
+        ],
         row=_stretches(first, tokenizer),
     )
 
@@ -93,6 +98,19 @@ def _of_tokens(loader: Loader | StreamingLoader, num_samples: int) -> str:
     about = "" if len(chosen) == num_rows else "about "
     total, positions = round(counted * num_rows / len(chosen)), labels.size * num_rows // len(chosen)
     return f"tokens that count: {about}{total:,} of {positions:,} positions ({counted / labels.size:.1%})"
+
+
+def _of_balance(loader: Loader | StreamingLoader, position: int) -> list[str]:
+    """The attention work of the busiest rank in the batch that comes next."""
+    if not isinstance(loader, Loader) or not loader.balances or loader.dp_degree == 1:
+        return []
+    drawn = position + np.arange(loader.global_batch, dtype=np.int64)
+    found, before = (
+        largest_part(loader.rows.work(loader.rows_of(samples)), parts=loader.dp_degree)
+        for samples in (loader.samples(position), drawn)
+    )
+    ranks = f"the busiest of {loader.dp_degree} data-parallel ranks"
+    return [f"attention work of {ranks} in the first batch: {found:.3f} of their mean ({before:.3f} as drawn)"]
 
 
 def _stretches(row: dict[str, NDArray[Any]], tokenizer: Tokenizer) -> list[tuple[str, bool]]:

@@ -9,6 +9,7 @@ Labels are already shifted; -100 where there is no loss: padding, and tokens tha
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from weft.core.data_spec import DataSpec, Packing, Truncation
 from weft.core.errors import DataError
+from weft.data.balance import work_of
 from weft.data.packing import pack
 from weft.data.split import Split
 from weft.data.words import Words, counted_of, tokens_of
@@ -62,6 +64,10 @@ class RowTable(Protocol):
 
     def read(self, rows: NDArray[np.int64]) -> Batch: ...
 
+    def work(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Attention work of each row; padding behind isolated documents is a document."""
+        ...
+
 
 def open_rows(split: Split, layout: RowLayout) -> RowTable:
     """The rows of a split; there may be none."""
@@ -97,6 +103,21 @@ class StreamRows:
             batch["position_ids"] = document_positions(inputs, end_of_document=end)
         return batch
 
+    def work(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        if not self.isolates:
+            return np.full(rows.shape, self.length**2, dtype=np.int64)
+        begins = rows * self.length
+        first = np.searchsorted(self._ends, begins, side="right")
+        last = np.searchsorted(self._ends, begins + self.length, side="left")
+        borders = zip(begins.tolist(), first.tolist(), last.tolist(), strict=True)
+        lengths = (np.diff([begin, *self._ends[a:b], begin + self.length]) for begin, a, b in borders)
+        return np.array([work_of(each) for each in lengths], dtype=np.int64)
+
+    @cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        """The place in the stream behind each document."""
+        return np.cumsum(self.split.bounds[:, 1] - self.split.bounds[:, 0])
+
 
 @dataclass(frozen=True)
 class Pieces:
@@ -127,6 +148,18 @@ class SampleRows:
 
     def read(self, rows: NDArray[np.int64]) -> Batch:
         return self.read_pieces([self._members[self._first[row] : self._first[row + 1]] for row in rows.tolist()])
+
+    def work(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        if not self.has_positions:
+            return np.full(rows.shape, self.length**2, dtype=np.int64)
+        return self._work[rows]
+
+    @cached_property
+    def _work(self) -> NDArray[np.int64]:
+        """Of every row."""
+        lengths = (self.pieces.ends - self.pieces.begins - 1)[self._members]
+        padding = self.length - np.add.reduceat(lengths, self._first[:-1])
+        return np.asarray(np.add.reduceat(lengths**2, self._first[:-1]) + padding**2, dtype=np.int64)
 
     def read_pieces(self, rows: list[NDArray[np.int64]]) -> Batch:
         shape = (len(rows), self.length)

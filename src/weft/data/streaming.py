@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from weft.core.data_spec import DataSpec
 from weft.core.errors import DataError
+from weft.data.balance import balanced_order
 from weft.data.building import BuildProgress
 from weft.data.corpus import Corpus, open_corpus_of
 from weft.data.document_stream import Cursor, DocumentStream, Make
@@ -109,10 +110,18 @@ class StreamingLoader:
         if not self.has_batch(position):
             raise IndexError(f"there is no batch at sample {position} of {self._end}")
         share = self.global_batch // self.dp_degree
-        samples = position + self.dp_rank * share + np.arange(share, dtype=np.int64)
+        samples = self.samples(position)[self.dp_rank * share : (self.dp_rank + 1) * share]
         parts = [self._read(int(sample)) for sample in samples]
         self._forget(position)
         return {key: torch.from_numpy(np.concatenate([part[key] for part in parts])) for key in parts[0]}
+
+    def samples(self, position: int) -> NDArray[np.int64]:
+        """The samples of the global batch that begins at `position`, in the order of its rows."""
+        samples = position + np.arange(self.global_batch, dtype=np.int64)
+        if not self.data.balances or not self._reach(int(samples[-1])):
+            return samples
+        work = [table.work(row)[0] for table, row in map(self._row, samples.tolist())]
+        return samples[balanced_order(np.array(work, dtype=np.int64))]
 
     def whole_batch(self, position: int) -> dict[str, torch.Tensor]:
         """The rows of all ranks, for inspection."""
@@ -141,16 +150,20 @@ class StreamingLoader:
 
     def _read(self, sample: int) -> dict[str, NDArray[np.int64]]:
         is_filler = not self._reach(sample)
+        table, row = self._row(sample, is_filler=is_filler)
+        batch = table.read(row)
+        if is_filler:
+            batch["labels"][:] = IGNORED
+        return batch
+
+    def _row(self, sample: int, *, is_filler: bool = False) -> tuple[RowTable, NDArray[np.int64]]:
+        """The rows of the sample's window, and the number of its row there, as an array."""
         window = self._windows[-1] if is_filler else self._window_of(sample)
         if window.rows is None:
             window = next(one for one in reversed(self._windows) if one.rows is not None)
         assert window.rows is not None  # the line above
         index = np.array([0 if is_filler else sample - window.first], dtype=np.int64)
-        row = permute(index, size=window.rows.num_rows, seed=self.seed, epoch=window.number)
-        batch = window.rows.read(row)
-        if is_filler:
-            batch["labels"][:] = IGNORED
-        return batch
+        return window.rows, permute(index, size=window.rows.num_rows, seed=self.seed, epoch=window.number)
 
     def _reach(self, sample: int) -> bool:
         """Open windows up to the sample's; False if the data ends before."""

@@ -65,9 +65,12 @@ def ask(
     optimizer: str | None = None,
     precision: Mapping[str, Any] | str | None = None,
     attention: str | None = None,
+    document_length: float | None = None,
     calibration: Path | None = None,
 ) -> Question:
-    """The request for this input. Missing values come from run.toml or from usual values, which are reported."""
+    """The request for this input. Missing values come from run.toml or from usual values, which are reported.
+
+    `document_length`: of rows whose documents do not attend to each other (`Workload`)."""
     shape, run = resolve_model(model)
     cluster = hardware.cluster(devices, calibration=calibration)
     assumed = []
@@ -91,6 +94,7 @@ def ask(
         muon_precision=run.train.muon_precision if run else "auto",
         has_average=bool(run and run.train.ema_decay),
         teacher=teacher_of(run) if run else None,
+        document_length=_document_length(document_length, run, sequence),
     )
     request = Request(shape=shape, cluster=cluster, workload=workload, precision=_policy(tables))
     notes = (*assumed, *shape.notes, *_attention_notes(request))
@@ -293,6 +297,22 @@ def _attention_notes(request: Request) -> list[str]:
             "(--set model.attention=fused assumes one)"
         ]
     return []
+
+
+def _document_length(given: float | None, run: RunSpec | None, sequence_length: int) -> float | None:
+    if given is None:
+        return None
+    if run is not None and not run.data.trains_isolated:
+        raise BadValueError(
+            f"data.document_length = {given:g} is given, but rows of this run are whole: a token sees all before it",
+            hint="leave it out, or set data.packing = 'documents' in run.toml",
+        )
+    if not 1 <= given <= sequence_length:
+        raise BadValueError(
+            f"data.document_length = {given:g} is not between 1 and the {sequence_length:,} tokens of a row",
+            hint="it is the mean length of the document that a token is in, which is at most a row",
+        )
+    return given
 
 
 def _precision_tables(given: Mapping[str, Any] | str | None) -> dict[str, Any]:

@@ -35,6 +35,8 @@ class Workload:
     has_average: bool = False  # of the weights, in float32
 
     teacher: ModelShape | None = None  # of a distillation: whole on every rank
+    # mean length of the document that a token is in, where documents of a row do not attend to each other
+    document_length: float | None = None
     rows_per_sample: int = 1  # 2: pairs, which are not divided over ranks or micro-batches
 
     @property
@@ -44,6 +46,11 @@ class Workload:
     @property
     def tokens(self) -> int:
         return self.global_batch * self.sequence_length
+
+    @property
+    def attended_length(self) -> float:
+        """The mean length of what a token is in: its document, or the row."""
+        return min(self.document_length or self.sequence_length, self.sequence_length)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ import torch
 
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
+from weft.data.document_length import document_length_of
 from weft.train.build import Workbench
 from weft.train.ledger.bounds import memory_warnings, traffic_warnings
 from weft.train.ledger.ledger import measured_terms
@@ -18,6 +19,7 @@ from weft.train.ledger.measuring import Measured, Measuring
 from weft.train.ledger.predicted import Prediction, predict
 from weft.train.ledger.rows import memory_rows, traffic_rows
 from weft.train.loggers.display import Display
+from weft.train.parts import OwnRows
 
 
 class Account:
@@ -44,7 +46,10 @@ class Account:
     def _predict(self, run: RunSpec, plan: Plan, bench: Workbench) -> None:
         device = bench.engine.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-        self.prediction, why_not = predict(run, plan, config=bench.model_config, device_name=name)
+        length = _document_length(run, bench)
+        self.prediction, why_not = predict(
+            run, plan, config=bench.model_config, device_name=name, document_length=length
+        )
         self._remarks += [why_not] if why_not else []
 
     def _compare(self, measured: Measured) -> None:
@@ -58,3 +63,10 @@ class Account:
         ]
         for warning in self.warnings:
             self._display.line(f"warning: {warning}")
+
+
+def _document_length(run: RunSpec, bench: Workbench) -> float | None:
+    """Of the run's rows, where their documents do not attend to each other."""
+    if not run.data.trains_isolated or isinstance(bench.training, OwnRows):
+        return None
+    return document_length_of(bench.training)

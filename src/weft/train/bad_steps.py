@@ -75,7 +75,7 @@ class BadSteps:
 
     def _write(self, folder: Path, name: str, bad: BadStep, *, first_sample: int, action: str) -> None:
         loader = self._bench.training
-        samples = first_sample + np.arange(self._run.train.global_batch, dtype=np.int64)
+        samples = loader.samples(first_sample)
         arrays: dict[str, Any] = {key: value.numpy() for key, value in loader.whole_batch(first_sample).items()}
         if isinstance(loader, Loader):
             arrays["rows"] = loader.rows_of(samples)

@@ -229,7 +229,8 @@ def _loaders(
     if run.data.streaming:
         training: Loader | StreamingLoader = StreamingLoader(run.data, **share)
     else:
-        training = Loader(corpus.training, epochs=run.data.epochs, layout=RowLayout.of(run.data), **share)
+        rules: dict[str, Any] = {"layout": RowLayout.of(run.data), "balances": run.data.balances}
+        training = Loader(corpus.training, epochs=run.data.epochs, **rules, **share)
     return training, open_sets(run, None if missing else corpus.evaluation, share)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from weft.core.errors import BadValueError, BatchError
@@ -103,15 +104,19 @@ class OwnRows:
     def restore(self, state: dict[str, Any] | None) -> None:
         """Continue at a state."""
 
+    def samples(self, position: int) -> NDArray[np.int64]:
+        """The samples of the global batch that begins at `position`, in the order of its rows."""
+        return position + np.arange(self._share * self._dp_degree, dtype=np.int64)
+
     def whole_batch(self, position: int) -> dict[str, torch.Tensor]:
         """The rows of all ranks, for inspection."""
         alone = copy.copy(self)
-        alone._dp_rank, alone._share = 0, self._share * self._dp_degree
+        alone._dp_rank, alone._dp_degree, alone._share = 0, 1, self._share * self._dp_degree
         return alone.batch(position)
 
     def batch(self, position: int) -> dict[str, torch.Tensor]:
         """This rank's rows of the global batch that begins at sample `position`."""
-        samples = position + self._dp_rank * self._share + np.arange(self._share, dtype=np.int64)
+        samples = self.samples(position)[self._dp_rank * self._share : (self._dp_rank + 1) * self._share]
         filler = samples >= self._total if self._total is not None else np.zeros(samples.shape, dtype=bool)
         epochs, indices = np.divmod(np.where(filler, 0, samples), self.num_rows)
         chosen = permute(indices, size=self.num_rows, seed=self._seed, epoch=epochs)

@@ -124,6 +124,6 @@ def _stored(folder: RunFolder, identity: str, loaders: dict[str, Loader]) -> dic
 def _identity(run: RunSpec, bench: Workbench) -> str:
     """What decides the values: the initial weights, and the rows."""
     sections = {name: getattr(run, name).model_dump(mode="json") for name in ("model", "adapter", "data")}
-    for key in ("evaluation", "epochs"):
+    for key in ("evaluation", "epochs", "balance_rows"):
         sections["data"].pop(key)
     return json.dumps({**sections, "seed": run.train.seed, "contents": bench.contents}, sort_keys=True)

@@ -120,6 +120,7 @@ class Subject:
             dp_degree=dp_degree,
             epochs=1 if evaluation else self.run.data.epochs,
             shuffle=not evaluation,
+            balances=not evaluation and self.run.data.balances,
         )
 
 

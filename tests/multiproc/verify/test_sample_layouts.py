@@ -35,6 +35,16 @@ CASES: dict[str, tuple[str, Tables, Tables]] = {
         {"mesh": {"dp_shard": 2, "ep": 2}, "data_parallel": {"zero": 3}},
     ),
     "text, DDP": ("llama", {"format": "text", "packing": "documents"}, {"mesh": {"dp_replicate": 2}}),
+    "text, dropout, DDP": (
+        "gpt2",
+        {"format": "text", "packing": "documents"},
+        {"mesh": {"dp_replicate": 2}, "pipeline": {"microbatches": 2}},
+    ),
+    "text, dropout, stream": (
+        "gpt2",
+        {"format": "text", "packing": "concatenate", "truncation": None, "isolate_documents": True},
+        {"mesh": {"dp_replicate": 2}},
+    ),
 }
 
 
@@ -53,10 +63,15 @@ def chat_data(folder: Path) -> Tables:
     }
 
 
-SHARES = {"chats": ("chats, tensor parallel", "chats, ZeRO-3"), "others": tuple(CASES)[2:]}
+SHARES = {
+    "chats": ("chats, tensor parallel", "chats, ZeRO-3"),
+    "others": tuple(CASES)[2:5],
+    "dropout": tuple(CASES)[5:6],
+    "stream": tuple(CASES)[6:],
+}
 
 
-@pytest.mark.parametrize("share", by_default([], SHARES, extended=["chats"]))
+@pytest.mark.parametrize("share", by_default([], SHARES, extended=["chats", "dropout"]))
 def test_healthy_layouts_pass(share: str, tmp_path: Path) -> None:
     given = chat_data(tmp_path)
     cases = {
@@ -69,7 +84,8 @@ def test_healthy_layouts_pass(share: str, tmp_path: Path) -> None:
     assert {name: verdict["first_wrong"] for name, verdict in found.items() if not verdict["ok"]} == {}
     for name, verdict in found.items():
         details = {check["name"]: check["detail"] for check in verdict["checks"]}
-        assert "every sample of an epoch once" in details["oracle data"]
+        what = "row" if name.endswith("stream") else "sample"
+        assert f"every {what} of an epoch once" in details["oracle data"]
         assert ("rendered again" in details["oracle data"]) == name.startswith("chats")
 
 

@@ -12,6 +12,8 @@ import pytest
 from tiny_run import call_weft
 
 from weft.core.plan import Plan
+from weft.core.run_spec import RunSpec
+from weft.data import open_corpus
 from weft.models.shape.lookup import shape_of
 
 EIGHT = ("--devices", "8xH100-80GB")
@@ -180,6 +182,48 @@ def test_attention_work_of_ranks_is_explained_for_both_splits() -> None:
     assert "zigzag (this plan)" in found
     assert "1.750" in found
     assert answer(*ASKED, "--set", "mesh.cp=1", "--top", "1", "--explain", "time")["attention_work"] == {}
+
+
+def test_attention_of_documents_is_explained() -> None:
+    asked = (*ASKED, "--set", "mesh.tp=1", "--top", "1", "--explain", "time")
+    by_document = (*asked, "--set", "data.document_length=511")
+    whole, masked, fused = answer(*asked), answer(*by_document), answer(*by_document, "--set", "model.attention=fused")
+    assert (whole["document_length"], whole["documents"]) == (None, None)
+    assert fused["document_length"] == 511
+    assert "12.5% of the pairs of whole rows in FLOPs and MFU, and in time" in fused["documents"]
+    assert "every pair of a row" in masked["documents"]
+    seconds = [found["plans"][0]["time"]["terms"]["attention"] for found in (whole, masked, fused)]
+    assert seconds[2] < seconds[0] < seconds[1]
+    assert masked["documents"] in " ".join(told(*by_document).out.split())
+
+
+@pytest.mark.parametrize("value", ["0", "5000", "long"])
+def test_impossible_document_lengths_are_refused(value: str) -> None:
+    found = told(*ASKED, "--set", f"data.document_length={value}")
+    assert found.code == 2
+    assert "data.document_length" in found.err
+
+
+def test_document_length_of_a_run_is_that_of_its_cached_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "rows.jsonl").write_text('{"text": "abcdefg"}\n{"text": "abc"}\n' * 20)
+    run = RunSpec.from_tables(
+        {
+            "model": {"type": "llama"},
+            "data": {
+                "source": str(tmp_path / "rows.jsonl"), "tokenizer": "bytes", "packing": "documents",
+                "sequence_length": 10, "eval_fraction": 0.0,
+            },
+        }
+    )  # fmt: skip
+    (tmp_path / "run.toml").write_text(run.to_toml())
+    asked = ("plan", str(tmp_path / "run.toml"), *EIGHT, "--top", "1", "--explain", "time")
+    (tmp_path / "rows.jsonl").rename(tmp_path / "elsewhere")
+    assert answer(*asked)["document_length"] is None
+    (tmp_path / "elsewhere").rename(tmp_path / "rows.jsonl")
+    assert answer(*asked)["document_length"] is None
+    open_corpus(run.data)
+    assert answer(*asked)["document_length"] == (7**2 + 3**2) / 10
 
 
 INFERENCE = {"verb": ("inference",), "older form": ("plan", "--inference")}

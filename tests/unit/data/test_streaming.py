@@ -96,9 +96,9 @@ def test_a_state_continues_exactly_and_ranks_share_the_order(packing: str, tmp_p
         batches = [rank.batch(position)["input_ids"] for rank in ranks]
         labels = np.concatenate([rank.batch(position)["labels"] for rank in ranks])
         joined = np.concatenate(batches)
-        for row in range(4):
-            if position + row < len(rows):
-                assert np.array_equal(joined[row], rows[position + row][1]["input_ids"][0])
+        for row, sample in enumerate(ranks[0].samples(position).tolist()):
+            if sample < len(rows):
+                assert np.array_equal(joined[row], rows[sample][1]["input_ids"][0])
             else:
                 assert (labels[row] == IGNORED).all()
     assert not any(rank.has_batch(len(rows)) for rank in ranks)

@@ -6,6 +6,7 @@ import pytest
 
 from weft.core.errors import BadValueError, PlanError
 from weft.core.plan import Plan
+from weft.core.run_spec import RunSpec
 from weft.plan.ask import ask, estimate_plan, search_plans
 
 SINKS, CAPPED, PLAIN = "gpt-oss-20b", "gemma-2-9b", "llama-3-8b"
@@ -56,3 +57,15 @@ def test_dataparallel_is_refused_for_the_reason_that_training_gives(devices: str
     plan = Plan.from_tables({"data_parallel": {"strategy": "dataparallel"}})
     with pytest.raises(PlanError, match=f"spreads one process over several GPUs, and .*{found}"):
         estimate_plan("gpt2", plan, devices)
+
+
+def test_document_length_is_for_rows_of_documents() -> None:
+    run = {"model": {"type": "llama"}, "data": {"sequence_length": 512, "packing": "documents"}}
+    packed = RunSpec.from_tables(run)
+    whole = RunSpec.from_tables({**run, "data": {"sequence_length": 512}})
+    assert ask(packed, "1xH200", document_length=100.0).request.workload.attended_length == 100
+    assert ask(packed, "1xH200").request.workload.attended_length == 512
+    with pytest.raises(BadValueError, match="rows of this run are whole"):
+        ask(whole, "1xH200", document_length=100.0)
+    with pytest.raises(BadValueError, match="not between 1 and the 512"):
+        ask(packed, "1xH200", document_length=513)

@@ -40,7 +40,8 @@ def stream_of(packing: Any, change: Callable[[Batch], None], *, truncation: Any 
 
     def batch(position: int, *, dp_rank: int, dp_degree: int) -> Batch:
         share: Any = {"dp_rank": dp_rank, "dp_degree": dp_degree}
-        loader = Loader(split, seed=1, global_batch=ROWS, layout=layout, epochs=1, **share)
+        balances = packing == "documents"
+        loader = Loader(split, seed=1, global_batch=ROWS, layout=layout, epochs=1, balances=balances, **share)
         found = {key: value.numpy() for key, value in loader.batch(position).items()}
         change(found)
         return found
@@ -142,7 +143,23 @@ def test_windows_of_a_long_epoch(bug: Callable[[Batch], None] | None, monkeypatc
     stream = stream_of("none", bug or (lambda _: None))
     assert stream.num_rows > 8
     if bug is None:
-        assert check(stream, dp_degree=2).startswith("no sample of an epoch too often: 8 in 8 of ")
+        assert check(stream, dp_degree=2).startswith("no sample of an epoch too often: 10 in 10 of ")
         return
     with pytest.raises(WrongSampleError):
         check(stream)
+
+
+def test_windows_are_global_batches_whose_rows_may_come_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "MOST_ROWS", 6)
+    monkeypatch.setattr(streams, "NUM_WINDOWS", 2)
+    stream = stream_of("documents", lambda _: None)
+    assert list(streams.windows(103, rows=ROWS)) == [(0, 4), (96, 103)]
+    assert stream.num_rows > 6
+    assert "too often" in check(stream, dp_degree=2)
+
+
+def test_samples_are_those_of_whole_batches_in_any_order() -> None:
+    stream = stream_of("documents", lambda _: None)
+    found = stream.batch_at(range(6))["input_ids"].tolist()
+    assert found[:4] == stream.share.batch(0, dp_rank=0, dp_degree=1)["input_ids"].tolist()
+    assert len({tuple(row) for row in found}) == len(found) == 6

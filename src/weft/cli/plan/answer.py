@@ -14,8 +14,9 @@ from weft.cli.plan import view
 from weft.cli.plan.confirm import Confirmation
 from weft.cli.resolve import require_known_sections
 from weft.core.config import apply_settings, parse, read_toml
-from weft.core.errors import BadValueError, PlanError
+from weft.core.errors import BadValueError, PlanError, WeftError
 from weft.core.plan import SECTIONS, Plan
+from weft.core.run_spec import RunSpec
 from weft.core.units import format_bytes, format_count, format_seconds
 from weft.plan.arithmetic import explain_memory
 from weft.plan.ask import Question, ask, require_planned
@@ -29,6 +30,7 @@ from weft.plan.resolve import with_choices, with_whole_loss
 from weft.plan.rules import nearest_legal
 from weft.plan.search import Answer, search
 from weft.plan.space import Freedom, check_fixed
+from weft.plan.time.documents import documents_note
 from weft.plan.trained import built, why_not_trained
 from weft.plan.why import loses_by, smallest_changes, what_would_change, why_best
 from weft.plan.words import describe
@@ -51,9 +53,10 @@ def find_plans(
     `workload`: global_batch, sequence_length and optimizer, None where not given.
     """
     attention, settings = attention_of(settings)
+    document_length, settings = document_length_of(model, settings)
     fixed = fixed_keys(settings)
     tables = _precision(plan_path, fixed, precision, devices)
-    question = ask(model, devices, precision=tables, attention=attention, **workload)
+    question = ask(model, devices, precision=tables, attention=attention, document_length=document_length, **workload)
     if plan_path is None:
         fixed = with_fixed(question.fixed, fixed)
     if host_memory_bytes is not None:
@@ -66,11 +69,42 @@ def find_plans(
 
 
 def attention_of(settings: list[str]) -> tuple[str | None, list[str]]:
-    """(model.attention if set, the other settings): the one key of run.toml that changes a plan's cost and has no
-    option."""
-    given = [one for one in settings if one.partition("=")[0].strip() == "model.attention"]
-    named = apply_settings({}, given).get("model", {}).get("attention")
-    return None if named is None else str(named), [one for one in settings if one not in given]
+    """(model.attention if set, the other settings): a key of run.toml that changes a plan's cost and has no option."""
+    named, settings = _taken(settings, "model", "attention")
+    return None if named is None else str(named), settings
+
+
+def document_length_of(model: str, settings: list[str]) -> tuple[float | None, list[str]]:
+    """(the mean length of the document that a token is in, the other settings).
+
+    As set by data.document_length; else of the rows of a run.toml whose documents do not attend to each other and whose
+    tokens are cached."""
+    given, settings = _taken(settings, "data", "document_length")
+    if given is None:
+        return _cached_document_length(model), settings
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        raise BadValueError(f"data.document_length = {given!r} is not a number", hint="give a mean length in tokens")
+    return float(given), settings
+
+
+def _cached_document_length(model: str) -> float | None:
+    if not model.endswith(".toml"):
+        return None
+    run = RunSpec.from_tables(read_toml(Path(model)), source=model)
+    if not run.data.trains_isolated:
+        return None
+    from weft.data.document_length import find_document_length  # loads torch
+
+    try:
+        return find_document_length(run.data)
+    except WeftError:  # a plan needs no data: it may be made on another machine
+        return None
+
+
+def _taken(settings: list[str], section: str, key: str) -> tuple[Any, list[str]]:
+    """(the value of a key of run.toml if set, the other settings)."""
+    given = [one for one in settings if one.partition("=")[0].strip() == f"{section}.{key}"]
+    return apply_settings({}, given).get(section, {}).get(key), [one for one in settings if one not in given]
 
 
 def fixed_keys(settings: list[str]) -> dict[str, Any]:
@@ -169,6 +203,8 @@ def answer_as_dict(question: Question, answer: Answer, *, explain: str | None = 
     if explain == "time":
         length = answer.request.workload.sequence_length
         found["attention_work"] = work_by_split(best.plan, answer.request.shape, length)
+        found["document_length"] = answer.request.workload.document_length
+        found["documents"] = documents_note(answer.request)
     if explain == "precision":
         found["precision"] = [asdict(row) for row in explain_precision(answer.request, best.plan)]
         found["preset"] = preset_as_dict(best.plan)

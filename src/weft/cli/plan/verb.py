@@ -35,7 +35,9 @@ def plan(
     plan_path: Annotated[Path | None, typer.Option("--plan", help="Estimate just this plan.toml.")] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Fix a key of the plan: mesh.tp=8; or model.attention; may be repeated."),
+        typer.Option(
+            "--set", help="Fix a key of the plan: mesh.tp=8; or model.attention, data.document_length; may be repeated."
+        ),
     ] = None,
     trains: Annotated[bool, typer.Option("--trains", help="Only layouts that this version of weft trains.")] = False,
     dryrun: Annotated[bool, typer.Option("--dryrun", help="Confirm the listed plans by dry run.")] = False,

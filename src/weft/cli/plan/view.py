@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.core.units import format_bytes, format_count, format_seconds
+from weft.plan.time.documents import documents_note
 from weft.plan.trained import best_trained, why_not_trained
 from weft.plan.words import describe
 
@@ -60,6 +61,8 @@ def show_arithmetic(answer: Answer, what: str) -> None:
             (term, format_seconds(value), f"{value / total:.1%}") for term, value in best.time_terms.items() if value
         ]
         _print_rows(console, ("time", "seconds", "share"), rows)
+        if note := documents_note(answer.request):
+            console.print(note, markup=False)
         _show_work(console, answer, best)
     else:
         traffic = [

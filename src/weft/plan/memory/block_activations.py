@@ -167,7 +167,7 @@ def _saves_fused_output(block: BlockShape) -> bool:
     return is_fused and block.attention is not None and block.attention.rotary
 
 
-def mean_keys(attention: AttentionShape, sequence_length: int) -> float:
+def mean_keys(attention: AttentionShape, sequence_length: float) -> float:
     """Mean number of keys per query under a causal mask and a sliding window."""
     if attention.window is None or attention.window >= sequence_length:
         return (sequence_length + 1) / 2

@@ -2,7 +2,7 @@
 
 matmul      flops / (peak x share reached at this size); forward once, backward twice
 attention   causal: 2 matmuls of queries with half the keys; a fused kernel reaches ATTENTION_SHARE of the best
-            matmul, its backward has 2.5 times the forward's FLOPs
+            matmul, its backward has 2.5 times the forward's FLOPs; of packed documents: plan/time/documents.py
 float8      linears of the blocks at the float8 rate, plus passes that quantise (plan/time/float8.py)
 pointwise   bytes moved / memory bandwidth. Measured on an H200: eager HF blocks move 12 times their saved
             activations, compiled ones 2.5 times, forward and backward together
@@ -20,9 +20,10 @@ from weft.core.cluster import Device
 from weft.core.model_shape import BlockShape, LinearShape
 from weft.plan.columns import FLOAT8, Bools, Columns, Floats
 from weft.plan.cp.sizes import most_work, work_of_parts
-from weft.plan.memory.block_activations import bytes_of, mean_keys, saved_by_default, saved_by_selective
+from weft.plan.memory.block_activations import bytes_of, saved_by_default, saved_by_selective
 from weft.plan.memory.fused_loss import is_sharded
 from weft.plan.request import Request, byte_sizes, rate_format
+from weft.plan.time.documents import attention_flops_per_token, computed_flops_per_token
 from weft.plan.time.float8 import RATE, experts_in_float8, has_float8, multiplies_in_float8, quantise_bytes, rate_share
 from weft.plan.view import View
 
@@ -133,17 +134,9 @@ def model_flops(request: Request, *, sees_all_keys: bool = False) -> float:
         factors = sum(extra.num_parameters for extra in block.extras if extra.is_factor)
         per_token += count * (3.0 * block.linear_flops_per_token - frozen + 6.0 * factors)
         if block.attention is not None:
-            length = workload.sequence_length
+            length = workload.sequence_length if sees_all_keys else workload.attended_length
             per_token += 3.0 * count * attention_flops_per_token(block, length, sees_all_keys=sees_all_keys)
     return per_token * workload.tokens
-
-
-def attention_flops_per_token(block: BlockShape, sequence_length: int, *, sees_all_keys: bool = False) -> float:
-    attention = block.attention
-    if attention is None:
-        return 0.0
-    keys = float(sequence_length) if sees_all_keys else mean_keys(attention, sequence_length)
-    return 2.0 * keys * attention.num_heads * (attention.head_dim + attention.value_dim)
 
 
 @dataclass(frozen=True)
@@ -231,7 +224,7 @@ def attention_seconds(request: Request, columns: Columns, block: BlockShape, tok
     device = request.cluster.device
     name = _rate_name(request)
     rate = device.peak_flops[name] * device.rates[name].best * ATTENTION_SHARE
-    flops = tokens * attention_flops_per_token(block, request.workload.sequence_length) / columns.tp
+    flops = tokens * computed_flops_per_token(request, columns, block) / columns.tp
     flops = flops * most_work(columns) * work_of_parts(columns, block.attention)
     if not request.writes_scores(block.attention):
         return np.asarray(flops / rate, dtype=np.float64)

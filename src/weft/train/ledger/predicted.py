@@ -46,7 +46,9 @@ class Prediction:
         }
 
 
-def predict(run: RunSpec, plan: Plan, *, config: Any, device_name: str | None) -> tuple[Prediction | None, str]:
+def predict(
+    run: RunSpec, plan: Plan, *, config: Any, device_name: str | None, document_length: float | None = None
+) -> tuple[Prediction | None, str]:
     """The prediction for `config`, a Hugging Face config; or None and the reason. `device_name` None: a CPU."""
     if plan.data_parallel.strategy == "dataparallel":
         return None, "no predictions: the planner does not model nn.DataParallel"
@@ -56,7 +58,7 @@ def predict(run: RunSpec, plan: Plan, *, config: Any, device_name: str | None) -
     if device is None:
         return None, f"no predictions: the catalogue has no entry for {device_name}"
     try:
-        request = request_for(run, plan, config=config, device=device)
+        request = request_for(run, plan, config=config, device=device, document_length=document_length)
         found = estimate(request, plan)
     except WeftError as error:
         return None, f"no predictions: {error.message}"
@@ -66,7 +68,7 @@ def predict(run: RunSpec, plan: Plan, *, config: Any, device_name: str | None) -
     return Prediction(request=request, estimate=found, device=device, notes=notes, is_binding=not notes), ""
 
 
-def request_for(run: RunSpec, plan: Plan, *, config: Any, device: str) -> Request:
+def request_for(run: RunSpec, plan: Plan, *, config: Any, device: str, document_length: float | None = None) -> Request:
     """The planner's request for the trained model in the plan's precision."""
     question = ask(
         config.to_dict(),
@@ -85,6 +87,7 @@ def request_for(run: RunSpec, plan: Plan, *, config: Any, device: str) -> Reques
         has_average=run.train.ema_decay > 0,
         rows_per_sample=run.objective.rows_per_sample,
         teacher=teacher_of(run),
+        document_length=document_length,
     )
     return replace(question.request, workload=workload, tp_may_leave_node=True)
 
@@ -94,5 +97,5 @@ def _unknown_to_planner(run: RunSpec) -> tuple[str, ...]:
     if run.train.frozen:
         found.append("the planner counts frozen parameters as trained ones")
     if run.data.isolates:
-        found.append("the planner does not count the attention masks of isolated documents")
+        found.append("the planner does not count the memory of attention masks of isolated documents")
     return tuple(found)

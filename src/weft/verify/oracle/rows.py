@@ -143,7 +143,7 @@ class Epoch:
     def check(self, *, dp_degree: int) -> str:
         _require_count(self.share, self.stream, place="training rows")
         seen, stream = [], self.stream
-        for begin, end in windows(stream.num_rows):
+        for begin, end in windows(stream.num_rows, rows=self.rows):
             seen.append(self._read(begin, end - begin))
         hashes = np.concatenate(seen)
         self._require_once(hashes)

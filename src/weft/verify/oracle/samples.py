@@ -81,9 +81,12 @@ class SampleStream:
         return _shown(*self._sample(*self._known[1][key]))
 
     def batch_at(self, indices: Sequence[int]) -> Rows:
-        """Samples of the run by number, as it reads them; each must be known."""
-        read = [self.share.batch(index, dp_rank=0, dp_degree=1) for index in indices]
-        fields = {key: np.concatenate([part[key][: self.rows_per_sample] for part in read]) for key in read[0]}
+        """So many samples of the run from the first on, as it reads them; each must be known."""
+        read = [self.share.batch(indices[0], dp_rank=0, dp_degree=1)]
+        step = len(read[0]["labels"]) // self.rows_per_sample
+        read += [self.share.batch(at, dp_rank=0, dp_degree=1) for at in indices[step::step]]
+        count = len(indices) * self.rows_per_sample
+        fields = {key: np.concatenate([part[key] for part in read])[:count] for key in read[0]}
         self.require_known(fields, len(indices), place=f"sample {indices[0]}")
         return fields
 
@@ -159,7 +162,7 @@ def check_epoch(stream: SampleStream, *, rows: int, num_epochs: int | None, dp_d
 
     Of a long epoch windows are read: no sample may then be there too often."""
     found: Counter[Key] = Counter()
-    spans = list(windows(stream.num_rows))
+    spans = list(windows(stream.num_rows, rows=rows))
     for begin, end in spans:
         for position in range(begin, end, rows):
             batch = stream.share.batch(position, dp_rank=0, dp_degree=1)

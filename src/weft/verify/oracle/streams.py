@@ -106,12 +106,19 @@ def _scrambled(tokens: NDArray[Any]) -> Hashes:
     return mixed
 
 
-def windows(num_rows: int) -> Iterator[tuple[int, int]]:
-    """All rows of a short epoch; evenly spaced windows of a long one, its ends among them."""
+def windows(num_rows: int, *, rows: int) -> Iterator[tuple[int, int]]:
+    """All samples of a short epoch; evenly spaced windows of a long one, its ends among them.
+
+    Windows are global batches of `rows` as the run reads them: their rows may come in any order."""
     if num_rows <= MOST_ROWS:
         yield 0, num_rows
         return
-    width = MOST_ROWS // NUM_WINDOWS
+    width = max(1, MOST_ROWS // NUM_WINDOWS // rows) * rows
+    last, end = (num_rows - width) // rows * rows, 0
     for part in range(NUM_WINDOWS - 1):
-        yield num_rows * part // NUM_WINDOWS, num_rows * part // NUM_WINDOWS + width
-    yield num_rows - width, num_rows
+        begin = max(end, num_rows * part // NUM_WINDOWS // rows * rows)
+        end = begin + width
+        if end > last:
+            break
+        yield begin, end
+    yield last, num_rows

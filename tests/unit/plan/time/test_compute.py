@@ -194,3 +194,34 @@ def test_a_device_without_the_dtype_uses_the_nearest_it_has() -> None:
     assert "bfloat16" not in volta.cluster.device.rates
     fp16 = request_of(devices="8xV100-32GB", global_batch=8, sequence_length=8192, preset="fp16")
     assert one(seconds(volta).matmul_forward) == one(seconds(fp16).matmul_forward)
+
+
+PACKED = replace(REQUEST, workload=replace(REQUEST.workload, document_length=1024.0))
+FUSED = replace(PACKED, workload=replace(PACKED.workload, attention="fused"))
+
+
+def test_mfu_counts_attention_by_documents() -> None:
+    """Halves of rows: half of the pairs, but for the diagonal."""
+    whole = model_flops(REQUEST)
+    without = model_flops(replace(REQUEST, workload=replace(REQUEST.workload, document_length=1.0)))
+    one_key = (whole - without) / (8193 / 2 - 1)
+    assert whole - model_flops(PACKED) == pytest.approx(one_key * (8192 - 1024) / 2)
+    assert model_flops(PACKED, sees_all_keys=True) == model_flops(REQUEST, sees_all_keys=True)
+
+
+def test_a_fused_kernel_takes_the_time_of_documents_and_a_masked_one_that_of_all_pairs() -> None:
+    whole, masked, fused = (one(seconds(request).attention_forward) for request in (REQUEST, PACKED, FUSED))
+    assert fused / whole == pytest.approx(1025 / 8193)
+    assert masked / whole == pytest.approx(8192 / (8193 / 2))
+
+
+def test_documents_longer_than_rows_are_whole_rows() -> None:
+    long = replace(PACKED, workload=replace(FUSED.workload, document_length=1e9))
+    assert model_flops(long) == model_flops(REQUEST)
+    assert one(seconds(long).attention_forward) == one(seconds().attention_forward)
+
+
+def test_context_parallel_parts_of_documents_are_those_of_whole_rows() -> None:
+    split = {"dp_shard": 2, "cp": 4}
+    found = (one(seconds(request, **split).attention_forward) for request in (REQUEST, PACKED))
+    assert len(set(found)) == 1
