@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from weft.engine.updates import Updates
 
 T = TypeVar("T")
+Parameters = Mapping[str, nn.Parameter]
+Masters = Mapping[nn.Parameter, torch.Tensor]
 
 
 class AxisContext:
@@ -48,7 +50,7 @@ class AxisContext:
     row_chunk: int = 0
     owns_loss: bool = True
     token_loss: ShardedLoss | None = None  # the loss of logits that the axis shards
-    activation_layout: Any = None  # where activations are sharded, whatever the rows; None: never
+    activation_layout: Slices | None = None  # where activations are sharded, whatever the rows; None: never
 
     @classmethod
     def of(cls, engine: Engine) -> Self | None:
@@ -73,21 +75,16 @@ class AxisContext:
 
     def slices_of(self, batch: Batch) -> Slices | None:
         """How activations of these rows are divided, for dropout; None: never."""
-        return self.activation_layout  # type: ignore[no-any-return]
+        return self.activation_layout
 
     def full_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits of the full vocabulary, minus infinity where a slice is padded."""
         return logits
 
-    def sum_gradients(self, trained: Mapping[str, nn.Parameter]) -> None:
+    def sum_gradients(self, trained: Parameters) -> None:
         """Sum the gradients that ranks of the axis hold as partial sums."""
 
-    def after_load(
-        self,
-        trained: Mapping[str, nn.Parameter],
-        optimizer: Optimizer,
-        masters: Mapping[nn.Parameter, torch.Tensor],
-    ) -> None:
+    def after_load(self, trained: Parameters, optimizer: Optimizer, masters: Masters) -> None:
         """Copy loaded values to parameters that a checkpoint does not hold, or to their masters."""
 
     def around_forward(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -160,16 +157,11 @@ class Axes(tuple[AxisContext, ...]):
             batch = context.rows_of(batch)
         return batch
 
-    def sum_gradients(self, trained: Mapping[str, nn.Parameter]) -> None:
+    def sum_gradients(self, trained: Parameters) -> None:
         for context in self:
             context.sum_gradients(trained)
 
-    def after_load(
-        self,
-        trained: Mapping[str, nn.Parameter],
-        optimizer: Optimizer,
-        masters: Mapping[nn.Parameter, torch.Tensor],
-    ) -> None:
+    def after_load(self, trained: Parameters, optimizer: Optimizer, masters: Masters) -> None:
         for context in self:
             context.after_load(trained, optimizer, masters)
 
