@@ -16,6 +16,7 @@ from weft.comm.watch import OperatorWatch
 from weft.core.plan import Plan
 from weft.engine.cp.attention import ContextAttention
 from weft.engine.cp.positions import Positions
+from weft.engine.cp.slices import Attending
 from weft.engine.mesh import build_topology
 from weft.models.cp.softmax import softmax_attention
 
@@ -78,7 +79,13 @@ def _case(plan: Plan, topology: Any, positions: Positions, mask: Tensor, kv_head
 
     own = [positions.take(each.detach(), 2).requires_grad_() for each in whole]
     attention = ContextAttention(
-        plan.context_parallel, topology.context, own_attention, name="attention", is_fused=True, keeps_gathered=False
+        plan.context_parallel,
+        topology.context,
+        own_attention,
+        name="attention",
+        is_fused=True,
+        keeps_gathered=False,
+        attending=Attending(),
     )
     phase = ["forward"]
     names = [each.group_name for each in topology.context]
