@@ -50,10 +50,11 @@ def test_no_block_keeps_what_is_inside_its_mlp() -> None:
     assert predicted == pytest.approx(chunked.peak_bytes, rel=0.02)
 
 
+@pytest.mark.extended
 def test_a_recomputed_block_has_one_chunk_at_a_time() -> None:
     """With a chunk inside the MLP, the largest instant is another one: the norm before it."""
     whole, chunked, predicted = peaks(FULL)
-    assert whole.peak_bytes - chunked.peak_bytes == INSIDE
+    assert whole.peak_bytes - chunked.peak_bytes == pytest.approx(INSIDE, rel=0.001)
     assert predicted == pytest.approx(chunked.peak_bytes, rel=0.03)
 
 

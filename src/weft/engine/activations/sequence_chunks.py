@@ -3,9 +3,9 @@
     forward    for each chunk [rows, N, width]: gate, up, down; saved: the chunk's input
     backward   for each chunk, last first: its forward again, then its gradients
 
-A layer around the MLP's forward, outside of all layers of other axes. Within a recomputed block chunks bound the recomputed forward too. Dropout has the masks
-of the whole row. Without gradients (evaluation) chunks bound the forward. Weight gradients of chunks are added in the
-compute dtype: with 16 bits a sum of few large chunks rounds less than one of many.
+A layer around the MLP's forward, outside of all layers of other axes. Within a recomputed block chunks bound the
+recomputed forward too. Dropout has the masks of the whole row. Without gradients (evaluation) chunks bound the forward.
+Weight gradients of chunks are added in the compute dtype: many chunks in 16 bits round more than few.
 """
 
 from __future__ import annotations
