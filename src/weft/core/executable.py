@@ -228,6 +228,9 @@ def _switched_on(plan: Plan) -> Iterator[tuple[bool, str, str]]:
         f"parameter offload (offload.parameters) with offload.optimizer = {plan.offload.optimizer!r}",
         "set offload.optimizer = 'cpu'",
     )
+    for has, what in _not_chunked(plan):
+        is_refused = plan.activations.sequence_chunk > 0 and has
+        yield is_refused, f"activations.sequence_chunk with {what}", "set activations.sequence_chunk = 0"
     yield from _not_kept(plan)
     yield from _not_staged(plan)
     for has, what in _not_float8(plan):
@@ -244,6 +247,24 @@ def _switched_on(plan: Plan) -> Iterator[tuple[bool, str, str]]:
         f"float8.measure_every with {plan.delayed_by}: micro-batches of several steps are in flight",
         "set float8.measure_every = 0",
     )
+
+
+def _not_chunked(plan: Plan) -> list[tuple[bool, str]]:
+    """Features that chunks of positions do not support yet."""
+    activations = plan.activations
+    is_float8 = plan.float8.linears != "none" or plan.float8.experts != "none"
+    return [
+        # the numbers are right; traffic by chunk is not predicted, and verify compares it
+        (plan.mesh.tp > 1, "tensor parallelism (mesh.tp > 1)"),
+        (plan.mesh.ep > 1, "expert parallelism (mesh.ep > 1)"),
+        (
+            activations.is_selective or activations.is_open,
+            f"activations.policy = {activations.policy!r}, which keeps outputs of matmuls of the blocks",
+        ),
+        (activations.offload_blocks != 0, "activations.offload_blocks, which keeps saved tensors of blocks"),
+        (is_float8, "float8 products, whose scales are of whole tensors"),
+        _split_backward(plan),
+    ]
 
 
 def _not_kept(plan: Plan) -> Iterator[tuple[bool, str, str]]:
@@ -311,6 +332,7 @@ def _not_compiled(plan: Plan) -> list[tuple[bool, str]]:
         _split_backward(plan),
         (_is_threaded(plan), "dataparallel"),
         (plan.activations.is_selective, "selective recompute"),
+        (plan.activations.sequence_chunk > 0, "MLPs in chunks (activations.sequence_chunk)"),
         (plan.precision.policy().has_wide_residual, "a residual stream in float32 (precision.residual)"),
     ]
 

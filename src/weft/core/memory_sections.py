@@ -32,6 +32,12 @@ class Activations(Section):
         description="each tensor-parallel rank keeps its share of the inputs of recomputed blocks, and gathers them in "
         "the backward (ZeRO-R); for tp without sequence parallel",
     )
+    sequence_chunk: int = Field(
+        default=0,
+        ge=0,
+        description="positions of a rank that the MLP of a block computes at a time, and again in the backward, so "
+        "that inner activations of one chunk exist; 0: all at once",
+    )
 
     @field_validator("mixture", mode="before")
     @classmethod

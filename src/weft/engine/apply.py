@@ -11,7 +11,8 @@
 8. materialise     each rank allocates and fills only its own shards
 9. cast            compute dtype for unsharded strategies (sharded ones cast when they gather)
 10. compile        the blocks' own forwards, innermost; a head takes its loss along
-11. recompute      around the cast, which is repeated too; inside the hooks that gather and reduce, which are not
+11. recompute      MLPs in chunks, inside of blocks; then blocks:
+                   around the cast, which is repeated too; inside the hooks that gather and reduce, which are not
 12. number         dropout by block, outside of what is repeated
 13. replicate      DDP, after values exist: its buckets are real memory
 14. stage          entries and exits of this rank's stages, outside of all hooks
@@ -33,6 +34,7 @@ from weft.engine.activations.dropout import number_blocks
 from weft.engine.activations.kept_inputs import KeptInputs, build_kept_inputs
 from weft.engine.activations.kept_tensors import apply_kept_tensors
 from weft.engine.activations.recompute import apply_recompute
+from weft.engine.activations.sequence_chunks import apply_sequence_chunks, find_chunked
 from weft.engine.axis import Axes
 from weft.engine.buffers.batch_norms import BatchNorms, apply_batch_norms
 from weft.engine.buffers.changes import BufferChanges
@@ -107,6 +109,7 @@ def apply_plan(
     masters = source_of(model, weights) if is_rounded or weights_leave else None
     store_weights(model, torch_dtype(resting_dtype(plan)), only_trained=is_rounded)
     routers = find_and_build(model, plan, router or RouterSpec(), device=device)
+    mlps = find_chunked(model, layout, size=plan.activations.sequence_chunk)
     split_plan = split_pipeline(model, layout, plan.pipeline, topology) if topology.pp_degree > 1 else None
     tp, ep = apply_tensor_and_expert(model, plan, topology, layout=layout, keep_logits_full=reads_full_logits)
     cp = apply_context_parallel(model, plan, topology, layout=layout, has_own_objective=has_own_objective)
@@ -140,6 +143,7 @@ def apply_plan(
     head_loss, why_not = fuse_loss(
         model, is_asked=is_fused, own=tp.head if tp else None, token_loss=tp.token_loss if tp else None
     )
+    apply_sequence_chunks(model, mlps, size=plan.activations.sequence_chunk, own=own.blocks)
     changes = BufferChanges(model, without=routers.biases)
     inputs = build_kept_inputs(plan.activations, tp.groups if tp is not None else (), device=device)
     apply_recompute(model, layout, plan.activations, changes, own=own.blocks, inputs=inputs)

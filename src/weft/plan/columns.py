@@ -91,6 +91,7 @@ class Columns:
     offload_activations: Ints
     offload_blocks: Ints  # further blocks whose saved tensors leave
     partition_inputs: Ints  # of recomputed blocks, over tensor-parallel ranks
+    sequence_chunk: Ints  # positions that an MLP computes at a time; 0: all
     offload_optimizer: Ints  # index into HOMES
     offload_parameters: Ints
     offload_masters: Ints
@@ -299,6 +300,7 @@ def columns_of(plans: Sequence[Plan]) -> Columns:
         offload_activations=column(int(plan.activations.offload != "none") for plan in plans),
         offload_blocks=column(_blocks_away(plan) for plan in plans),
         partition_inputs=column(int(plan.activations.partition) for plan in plans),
+        sequence_chunk=column(plan.activations.sequence_chunk for plan in plans),
         offload_optimizer=column(HOMES.index(plan.offload.optimizer) for plan in plans),
         offload_parameters=column(int(plan.offload.parameters != "none") for plan in plans),
         offload_masters=column(int(plan.offload.masters == "host") for plan in plans),
@@ -377,6 +379,7 @@ def plan_at(columns: Columns, row: int, *, precision: dict[str, Any]) -> Plan:
             "offload": "cpu" if at("offload_activations") else "none",
             "offload_blocks": at("offload_blocks"),
             "partition": bool(at("partition_inputs")),
+            "sequence_chunk": at("sequence_chunk"),
         },
         "offload": {
             "optimizer": HOMES[at("offload_optimizer")],

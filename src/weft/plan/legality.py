@@ -113,6 +113,15 @@ def _context_reasons(plan: Plan, run: RunSpec | None) -> list[Reason]:
     return check_context(plan, run, known_shape(run))
 
 
+def _chunk_reasons(plan: Plan, run: RunSpec | None) -> list[Reason]:
+    """The MLPs of the run's model can run in chunks of positions."""
+    if run is None or not plan.activations.sequence_chunk:
+        return []
+    from weft.plan.chunked_mlps import check_chunked_mlps  # torch: the model's own modules answer
+
+    return check_chunked_mlps(run)
+
+
 def _offload_reasons(plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
     """8-bit moments leave alone, for host memory."""
     is_eight = run is not None and run.train.optimizer == "adamw8bit" and plan.offload.optimizer != "none"
@@ -201,6 +210,7 @@ RULES = (
     LegalityRule("adapter", NotBuiltError, _adapter_reasons),
     LegalityRule("experts", MeshError, _expert_reasons),
     LegalityRule("context", MeshError, _context_reasons),
+    LegalityRule("chunks", ModelError, _chunk_reasons),
     LegalityRule("offload", NotBuiltError, _offload_reasons),
     LegalityRule("optimizer", NotBuiltError, _optimizer_reasons),
     LegalityRule("copies", NotBuiltError, _copy_reasons),

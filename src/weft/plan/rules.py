@@ -72,6 +72,16 @@ def _inputs_are_whole(request: Request, columns: Columns) -> Bools:
     return (columns.partition_inputs > 0) & ~(is_whole & is_full)
 
 
+def _mlps_run_in_chunks(request: Request, columns: Columns) -> Bools:
+    """`core.executable` names the feature; the model is asked by `chunked_mlps.py`."""
+    keeps_products = columns.recomputes("selective") | (columns.selective_blocks > 0)
+    is_other = keeps_products | (columns.compiled > 0) | (columns.ep > 1) | ((columns.tp > 1) & columns.is_grid)
+    is_other = (
+        is_other | (columns.float8_linears > 0) | (columns.offload_blocks > 0) | bool(request.shape.expert_layers)
+    )
+    return (columns.sequence_chunk > 0) & is_other
+
+
 def _replicates_offloaded_weights(request: Request, columns: Columns) -> Bools:
     return (columns.offload_parameters > 0) & (columns.zero == 0) & (columns.dp > 1)
 
@@ -158,6 +168,12 @@ _LAST: tuple[Rule, ...] = (
         "activations.partition needs full recompute and tensor parallelism of mode 1d without sequence parallel",
         _inputs_are_whole,
         lambda request, columns: _why_not_partitioned(columns),
+    ),
+    Rule(
+        "chunks",
+        "activations.sequence_chunk needs a dense model, without selective recompute, compiled blocks, float8 and tp",
+        _mlps_run_in_chunks,
+        lambda request, columns: "set activations.sequence_chunk = 0",
     ),
     Rule(
         "replicated_weights",

@@ -262,6 +262,7 @@ def _columns(table: Ints, freedom: Freedom, request: Request) -> Columns:
         durable_steps=np.full(size, int(freedom.fixed.get("offload.durable") == "step"), dtype=np.int64),
         delayed_update=switch("offload.delayed", np.zeros(size, dtype=np.int64)),
         offload_blocks=np.zeros(size, dtype=np.int64),
+        sequence_chunk=number("activations.sequence_chunk", 0),
         partition_inputs=switch("activations.partition", np.zeros(size, dtype=np.int64)),
         compiled=switch("compile.enabled", compiled),
         fused_loss=fused,
@@ -300,6 +301,7 @@ def _fast_path(table: Ints, freedom: Freedom, request: Request) -> tuple[Ints, I
     is_split = (table[:, 4] > 1) & np.isin(table[:, 7], [SCHEDULES.index(name) for name in SPLIT])
     selects = table[:, 9] == RECOMPUTE.index("selective")
     compiled = is_gpu & (table[:, 3] == 1) & ~is_split & ~selects & (not request.shape.has_dropout)
+    compiled &= not freedom.fixed.get("activations.sequence_chunk")
     compiled &= not (request.precision.has_wide_residual or request.shape.has_codes)
     asked = freedom.fixed.get("kernels.loss")
     is_open = asked is None and bool(freedom.fixed.get("compile.enabled", True))

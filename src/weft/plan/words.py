@@ -18,6 +18,8 @@ def describe(plan: Plan) -> str:
     rest = [f"{plan.pipeline.microbatches} micro-batches"] if plan.pipeline.microbatches > 1 else []
     if plan.activations.policy != "none":
         rest.append(_recompute(plan))
+    if plan.activations.sequence_chunk:
+        rest.append(f"MLPs in chunks of {plan.activations.sequence_chunk:,} positions")
     if plan.float8.linears != "none":
         rest.append("float8 linears" + ("" if plan.float8.linears == "all" else f" ({plan.float8.linears})"))
     if plan.offload.optimizer != "none":

@@ -32,6 +32,9 @@ OF_TWO: dict[str, dict[str, Any]] = {
     "delayed": {
         **CP, "data_parallel": {"zero": 2}, "precision": BF16, "offload": {"optimizer": "cpu", "delayed": True},
     },
+    "chunks": {
+        **CP, "data_parallel": {"zero": 3}, "activations": {"policy": "full", "sequence_chunk": 3},
+    },
     "inputs": {
         **CP, **ATTENTIONS["ring"], "data_parallel": {"zero": 2}, "precision": BF16,
         "activations": {"policy": "full", "offload": "cpu"},

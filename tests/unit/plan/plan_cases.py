@@ -85,7 +85,7 @@ def plan_with(**keys: Any) -> Plan:
         "context_parallel": ("attention", "split", "ulysses"),
         "pipeline": ("schedule", "microbatches", "virtual_stages", "blocks"),
         "precision": ("preset",),
-        "activations": ("policy", "mixture", "partition", "offload_blocks"),
+        "activations": ("policy", "mixture", "partition", "offload_blocks", "sequence_chunk"),
         "offload": ("optimizer", "parameters", "update", "staging_bytes", "chunk_elements", "delayed", "durable"),
         "compile": ("enabled",),
         "float8": ("linears", "gather", "recipe", "experts"),

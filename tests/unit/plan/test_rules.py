@@ -126,6 +126,7 @@ BROKEN: list[tuple[str, Request, dict[str, Any]]] = [
     ("partition", LLAMA, {"tp": 8, "partition": True, "policy": "full"}),
     ("partition", LLAMA, {"tp": 8, "partition": True, "sequence_parallel": False}),
     ("partition", LLAMA, {"tp": 8, "mode": "3d", "partition": True, "policy": "full", "sequence_parallel": False}),
+    ("chunks", LLAMA, {"dp_replicate": 8, "policy": "selective", "sequence_chunk": 512}),
     ("delayed", LLAMA, {"dp_replicate": 8, "delayed": True}),
     ("host", NO_HOST, {"dp_shard": 8, "zero": 3, "parameters": "cpu"}),
     ("context_mixers", request_of("mamba-2.8b", global_batch=64), {"cp": 8, "zero": 3}),

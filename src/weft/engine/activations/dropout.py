@@ -26,6 +26,7 @@ from weft.engine.activations.slices import (
     KEYS,
     QUERIES,
     AttentionSlices,
+    PositionChunk,
     Sliced,
     Slices,
     full_shape,
@@ -87,6 +88,20 @@ def replayed() -> AbstractContextManager[Any]:
     return _RowDropout.active.drawing() if _RowDropout.active is not None else nullcontext()
 
 
+@contextmanager
+def part_of_rows(part: PositionChunk) -> Iterator[None]:
+    """The forward inside computes these positions of each row: masks are the row's, and it takes its part of them."""
+    rows = _RowDropout.active
+    if rows is None:
+        yield
+        return
+    before, rows.part = rows.part, part
+    try:
+        yield
+    finally:
+        rows.part = before
+
+
 def repeated_in_backward(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)`, of which the backward keeps the arguments alone. Not for blocks, which set up their slices."""
     rows = _RowDropout.active
@@ -119,6 +134,7 @@ class _RowDropout(TorchFunctionMode):
         self.first_row = first_row
         self.num_rows = num_rows
         self.slices = slices
+        self.part: PositionChunk | None = None  # of each row, which the forward computes now
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -167,7 +183,9 @@ class _RowDropout(TorchFunctionMode):
         return torch.cat(parts)
 
     def _slices_of(self, part: torch.Tensor) -> Sequence[Sliced]:
-        return self.slices.of(part.shape) if self.slices is not None else ()
+        """`part`: of one row, [1, positions, …], or its flattened tokens."""
+        own: list[Sliced] = [(1 if part.ndim > 2 else 0, self.part)] if self.part is not None else []
+        return [*own, *self.slices.of(full_shape(part.shape, own))] if self.slices is not None else own
 
     def _attention(
         self,

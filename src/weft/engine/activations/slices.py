@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 HEADS, QUERIES, KEYS = -3, -2, -1  # dimensions of attention weights; queries have heads and positions at the same
@@ -74,6 +75,30 @@ class EvenSlice:
     def take(self, full: Tensor, dim: int) -> Tensor:
         size = full.shape[dim] // self.degree
         return full.narrow(dim, self.index * size, size)
+
+
+@dataclass(frozen=True)
+class PositionChunk:
+    """`size` positions from `first` on of a rank's `length`. After a gather over ranks a tensor has theirs in turn."""
+
+    first: int
+    size: int
+    length: int
+
+    def full_size(self, own: int) -> int:
+        return own // self.size * self.length
+
+    def place(self, own: Tensor, dim: int, fill: float) -> Tensor:
+        full = filled(own, dim, self.full_size(own.shape[dim]), fill)
+        for into, part in zip(self._of_ranks(full, dim), torch.split(own, self.size, dim), strict=True):
+            into.copy_(part)
+        return full
+
+    def take(self, full: Tensor, dim: int) -> Tensor:
+        return torch.cat(self._of_ranks(full, dim), dim)
+
+    def _of_ranks(self, full: Tensor, dim: int) -> list[Tensor]:
+        return [part.narrow(dim, self.first, self.size) for part in torch.split(full, self.length, dim)]
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@
 | … input partitioned    | 1 / tp of its input                      | all                      |
 | … input on the host    | nothing but two inputs in all            | all but its input        |
 | tensors on the host    | nothing but one such block in all        | nothing                  |
+| … MLP in chunks        | as above without what is inside the MLP  | of one chunk, in any     |
 
 Of blocks whose tensors are on the host, the last one of the forward stays; in the backward the next one returns while
 one is used (engine/activations/kept_tensors.py).
@@ -32,6 +33,7 @@ from weft.plan.memory.block_activations import (
     wide_stream,
 )
 from weft.plan.memory.recompute import Recomputed
+from weft.plan.memory.sequence_chunks import chunk_share, gathered_inputs, inside_mlps, is_chunked
 from weft.plan.view import View, is_compiled
 
 INPUTS_ON_DEVICE = 2  # of recomputed blocks whose inputs are on the host: the one in use and the next
@@ -46,6 +48,7 @@ class BlockBytes:
     full: Floats
     restored_selective: Floats
     restored_full: Floats
+    chunk: Floats  # inside the MLP, of the chunk that is computed again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +89,9 @@ class SavedBlocks:
         return self.recomputed.held - self.recomputed.num_full - self.recomputed.num_selective
 
     def restored(self, done: Floats) -> Floats:
-        """Bytes that recompute restores for the current block."""
+        """Bytes that recompute restores for the current block, and for a chunk of its MLP."""
         full, selective = self._current(done)
-        return full * self.block.restored_full + selective * self.block.restored_selective
+        return full * self.block.restored_full + selective * self.block.restored_selective + self.block.chunk
 
     def is_recomputed(self, done: Floats) -> Bools:
         """Whether the current block is recomputed."""
@@ -116,19 +119,20 @@ def saved_blocks(view: View) -> SavedBlocks:
     """Saved activations of the blocks on the rank of `view`."""
     columns, stage, tokens = view.columns, view.stage, view.tokens
     shape, c, recomputed = view.shape, view.sizes.activation, view.stage.recomputed
+    h = shape.hidden_size
     keys = np.full(len(columns), float(view.request.workload.sequence_length))
     total, away, none_bytes = (np.zeros(len(columns)) for _ in range(3))
     is_away = columns.offload_activations > 0
-    largest = [np.zeros(len(columns)) for _ in range(5)]
+    largest = [np.zeros(len(columns)) for _ in range(6)]
     for index, block in enumerate(shape.kinds):
         writes_scores = block.attention is not None and view.request.writes_scores(block.attention)
         default, selected, compiled = (
-            saved_by(block, compute_bytes=c, writes_scores=writes_scores, hidden_size=shape.hidden_size)
+            saved_by(block, compute_bytes=c, writes_scores=writes_scores, hidden_size=h)
             for saved_by in (saved_by_default, saved_by_selective, saved_by_compiled)
         )
-        wide = wide_stream(block, more_bytes=view.sizes.residual - c, hidden_size=shape.hidden_size)
+        wide = wide_stream(block, more_bytes=view.sizes.residual - c, hidden_size=h)
         default, selected = default + wide.norms, selected + wide.input
-        inputs = saved_by_full(compute_bytes=view.sizes.residual, hidden_size=shape.hidden_size)
+        inputs = saved_by_full(compute_bytes=view.sizes.residual, hidden_size=h)
         default_bytes, selected_bytes, compiled_bytes, input_bytes = (
             bytes_of(saved, block, columns, tokens=tokens, keys=keys) for saved in (default, selected, compiled, inputs)
         )
@@ -137,6 +141,11 @@ def saved_blocks(view: View) -> SavedBlocks:
         selected_bytes = np.minimum(selected_bytes, default_bytes)
         # a compiled block saves operands and outputs of matmuls, and recomputes pointwise operators between them
         compiled_bytes = np.minimum(compiled_bytes, default_bytes)
+        inside, gathered = inside_mlps(block, compute_bytes=c), gathered_inputs(block, compute_bytes=c, hidden_size=h)
+        inside_bytes, gathered_bytes = (
+            is_chunked(view) * bytes_of(saved, block, columns, tokens=tokens, keys=keys) for saved in (inside, gathered)
+        )
+        default_bytes = default_bytes - inside_bytes - gathered_bytes
         own_bytes = np.where(is_compiled(view.request, columns), compiled_bytes, default_bytes) + saved_extra(
             view, block
         )
@@ -148,11 +157,16 @@ def saved_blocks(view: View) -> SavedBlocks:
         # a gathered input is beside the rank's share of it
         kept_bytes = np.where(columns.partition_inputs > 0, 0.0, input_bytes)
         restored = (own_bytes - selected_bytes, own_bytes - kept_bytes)
-        per_block = (own_bytes, selected_bytes, input_bytes, *restored)
+        per_block = (own_bytes, selected_bytes, input_bytes, *restored, inside_bytes * chunk_share(view))
         largest = [np.where(count > 0, np.maximum(*pair), pair[0]) for pair in zip(largest, per_block, strict=True)]
-    none, selective, full, restored_selective, restored_full = largest
+    none, selective, full, restored_selective, restored_full, chunk = largest
     block_bytes = BlockBytes(
-        none=none, selective=selective, full=full, restored_selective=restored_selective, restored_full=restored_full
+        none=none,
+        selective=selective,
+        full=full,
+        restored_selective=restored_selective,
+        restored_full=restored_full,
+        chunk=chunk,
     )
     number, held = columns.offload_blocks, recomputed.held - recomputed.num_full - recomputed.num_selective
     tensors_away = none_bytes / np.maximum(held, 1) * np.minimum(number, held)

@@ -38,6 +38,7 @@ from weft.plan.memory.instant import (
     table_elements,
 )
 from weft.plan.memory.secondary import secondary_bytes
+from weft.plan.memory.sequence_chunks import chunk_share, is_chunked
 from weft.plan.memory.staging import staged_in_step
 from weft.plan.memory.step_end import at_root, at_sum, at_table, at_update
 from weft.plan.memory.weights import largest_values
@@ -174,7 +175,8 @@ def _in_backward(parts: TermParts, *, done: Floats) -> Terms:
     sent = reduce_input + codes_of_unit(view, trained.largest_padded)
     reduce_input = np.where(is_first, _held_reduce_input(parts), sent)
     own_gradient = trained.largest_block * sizes.compute
-    wide = 2 * view.tokens * sizes.activation * parts.widest / columns.tp
+    wide = 2 * view.tokens * sizes.activation * parts.widest / columns.tp * chunk_share(view)
+    wide = wide + is_chunked(view) * np.maximum(own_gradient + 2 * view.stream_bytes, _norm_gradients(view))
     waiting = np.where(columns.zero > 0, of_head, 0.0)  # the root is reduced last
     temporaries = wide + own_gradient / 3 + view.stream_bytes + waiting + _entry_gradients(view) + _received(view)
     temporaries = temporaries + staged_in_step(view, done=done) + _codes_of_bucket(view) + largest_values(view)
@@ -197,7 +199,15 @@ def _received(view: View) -> Floats:
 def _entry_gradients(view: View) -> Floats:
     """Sequence parallel: gradients of a region's gathered input, of two linears, before the reduce-scatter."""
     is_sharded = (view.columns.sequence_parallel > 0) & (view.columns.tp > 1) & (view.columns.tp_mode == 0)
-    return np.where(is_sharded, 2 * view.tokens * view.shape.hidden_size * view.sizes.activation, 0.0)
+    return np.where(
+        is_sharded, chunk_share(view) * 2 * view.tokens * view.shape.hidden_size * view.sizes.activation, 0.0
+    )
+
+
+def _norm_gradients(view: View) -> Floats:
+    """Backward of the norm before an MLP: two gradients of the stream, three in float32. Without chunks the inner
+    activations of the MLP, which are freed by then, need more."""
+    return np.asarray(view.stream_bytes * (2 + 12 / view.sizes.residual), dtype=np.float64)
 
 
 def _at_block_end(parts: TermParts, *, done: Floats) -> Terms:

@@ -22,6 +22,7 @@ from weft.plan.columns import FLOAT8, Bools, Columns, Floats
 from weft.plan.cp.sizes import most_work, work_of_parts
 from weft.plan.memory.block_activations import bytes_of, saved_by_default, saved_by_selective
 from weft.plan.memory.fused_loss import is_sharded
+from weft.plan.memory.sequence_chunks import is_chunked
 from weft.plan.request import Request, byte_sizes, rate_format
 from weft.plan.time.documents import attention_flops_per_token, computed_flops_per_token
 from weft.plan.time.float8 import RATE, experts_in_float8, has_float8, multiplies_in_float8, quantise_bytes, rate_share
@@ -81,6 +82,7 @@ def block_seconds(view: View) -> BlockSeconds:
         quantise_backward = quantise_backward + count * linears.quantise_backward
         forward = linears.matmul + linears.quantise_forward + scores + moved
         recompute = recompute + stage.recomputed.full[:, index] * forward
+        recompute = recompute + count * is_chunked(view) * _into_widths_s(request, columns, block, tokens)
         recompute = recompute + stage.recomputed.selective[:, index] * moved * recomputed_share
     vocab = request.shape.num_logits / columns.tp
     head = linear_s(device, request, rows=tokens, inner=request.shape.hidden_size, outer=vocab)
@@ -170,6 +172,13 @@ def _linears_s(request: Request, columns: Columns, block: BlockShape, tokens: Fl
         factor = linear_s(request.cluster.device, request, rows=tokens, inner=extra.row_size, outer=held)
         total = total + _LinearSeconds(factor, nothing, nothing, nothing, nothing)
     return total
+
+
+def _into_widths_s(request: Request, columns: Columns, block: BlockShape, tokens: Floats) -> Floats:
+    """Products that a chunk of an MLP repeats in the backward: all but the last."""
+    into = [linear for linear in block.linears if linear.role == "mlp" and linear.in_features != block.mlp_width]
+    seconds = (_linear_of_block_s(request, columns, linear, tokens).matmul for linear in into)
+    return np.asarray(sum(seconds, start=np.zeros(len(columns))))
 
 
 def _linear_of_block_s(request: Request, columns: Columns, linear: LinearShape, tokens: Floats) -> _LinearSeconds:
