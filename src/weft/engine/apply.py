@@ -11,8 +11,7 @@
 8. materialise     each rank allocates and fills only its own shards
 9. cast            compute dtype for unsharded strategies (sharded ones cast when they gather)
 10. compile        the blocks' own forwards, innermost; a head takes its loss along
-11. recompute      MLPs in chunks, inside of blocks; then blocks:
-                   around the cast, which is repeated too; inside the hooks that gather and reduce, which are not
+11. recompute      MLPs in chunks, then blocks: around the cast, repeated too; inside the hooks that gather and reduce
 12. number         dropout by block, outside of what is repeated
 13. replicate      DDP, after values exist: its buckets are real memory
 14. stage          entries and exits of this rank's stages, outside of all hooks
@@ -123,8 +122,7 @@ def apply_plan(
         ep = ep.of_stages(own) if ep is not None else None
     sharding = Axes(context for context in (tp, ep, cp) if context is not None)
     store_base(model, own, torch_dtype(precision.weights), shards=sharding.shards)
-    if plan.coded_gather:
-        require_equal_copies(sharding.shards, plan.coded_gather)
+    require_equal_copies(sharding.shards, plan.coded_gather)
     if dp.zero > 0:
         require_blocks(own)
         patch_reduce_scatter_copy(plan.kernels.gradient_copy)
@@ -140,9 +138,8 @@ def apply_plan(
     float8 = apply_float8(model, own, plan.float8, full=layout, tp=tp, device=device)
     notes = apply_compile(model, own, device=device) if plan.compile.enabled else ()
     is_fused = plan.kernels.loss == "fused" and not has_own_objective
-    head_loss, why_not = fuse_loss(
-        model, is_asked=is_fused, own=tp.head if tp else None, token_loss=tp.token_loss if tp else None
-    )
+    head, token_loss = (tp.head, tp.token_loss) if tp else (None, None)
+    head_loss, why_not = fuse_loss(model, is_asked=is_fused, own=head, token_loss=token_loss)
     apply_sequence_chunks(model, mlps, size=plan.activations.sequence_chunk, own=own.blocks)
     changes = BufferChanges(model, without=routers.biases)
     inputs = build_kept_inputs(plan.activations, tp.groups if tp is not None else (), device=device)
