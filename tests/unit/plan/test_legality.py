@@ -135,6 +135,7 @@ def test_each_rule_has_a_plan_that_it_alone_refuses(rule: str, tables: dict[str,
         ("bad steps", {"train": {"on_bad_step": "skip"}}, {"offload": {"optimizer": "cpu", "delayed": True}}),
         ("samples", {"samples": {"every": 1, "prompts": ["a"]}}, {"mesh": {"pp": 2}}),
         ("positions", {"model": {"type": "gpt2", "config": {"n_positions": 16}}}, {}),
+        ("chunks", {"model": {"type": "opt"}}, {"activations": {"sequence_chunk": 8}}),
         (
             "samples",
             {"samples": {"every": 1, "prompts": ["a"]}},
@@ -174,7 +175,7 @@ def test_each_rule_of_the_table_is_tried() -> None:
         "optimizer",
         "bad steps",
         "samples",
-    } | {"objective", "positions"}
+    } | {"objective", "positions", "chunks"}
     assert {one.name for one in RULES} == names
 
 

@@ -87,7 +87,7 @@ def errors_of_buckets(sums: GroupSum, sizes: Sequence[int], *, device: torch.dev
     return {f"bucket {index}": errors for index, errors in enumerate(sums.errors)}
 
 
-def require_equal_copies(shards: Mapping[str, LocalShard], name: str) -> None:
+def require_equal_copies(shards: Mapping[str, LocalShard], name: str | None) -> None:
     """Refuse weights in codes where a parameter has repeated heads beside others: their blocks would be shared."""
     if name not in CODED:
         return
