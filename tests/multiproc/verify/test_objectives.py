@@ -137,13 +137,13 @@ BUGS: dict[str, Group] = {
 }
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_bugs_of_pairs_are_caught(tmp_path: Path) -> None:
     group = replace(BUGS["dpo"], data=pair_data(tmp_path))
     require_caught(group, tmp_path / "pairs.jsonl", _made(tmp_path / "scratch"))
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_bugs_of_distillation_are_caught(corpus: Path, tmp_path: Path) -> None:
     group = replace(BUGS["distillation"], objective=distillation(tmp_path))
     require_caught(group, corpus, _made(tmp_path / "scratch"))

@@ -71,7 +71,7 @@ SHARES = {
 }
 
 
-@pytest.mark.parametrize("share", by_default([], SHARES, extended=["chats", "dropout"]))
+@pytest.mark.parametrize("share", by_default([], SHARES, extended=["chats"]))
 def test_healthy_layouts_pass(share: str, tmp_path: Path) -> None:
     given = chat_data(tmp_path)
     cases = {
