@@ -17,8 +17,8 @@ The numbers are those without recompute, bit for bit where the kernels are deter
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from weft.core.memory_sections import Activations
 from weft.core.mixture import block_policies
 from weft.engine.activations.dropout import replayed
 from weft.engine.activations.kept_inputs import KeptInputs
-from weft.engine.activations.recomputing import recomputing
+from weft.engine.activations.recomputing import entered, recomputing
 from weft.engine.activations.router_replay import Choices, chooses
 from weft.engine.activations.split_backward import splitting_again
 from weft.engine.buffers.changes import BufferChanges, BufferSnapshot
@@ -130,18 +130,10 @@ class _Recomputed:
             first, second = create_selective_checkpoint_contexts(choose)  # type: ignore[no-untyped-call]
         if self._chooses:
             choices = Choices()
-            first, second = _entered(first, choices.recorded()), _entered(second, choices.replayed())
+            first, second = entered(first, choices.recorded()), entered(second, choices.replayed())
         # a batch norm would count the same rows twice in its running statistics
         before = BufferSnapshot(self._changes, self._places)
-        return first, _entered(recomputing(), replayed(), splitting_again(), before.restored(), second)
-
-
-@contextmanager
-def _entered(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
+        return first, entered(recomputing(), replayed(), splitting_again(), before.restored(), second)
 
 
 def _adds_bias_in_place(module: nn.Module) -> bool:

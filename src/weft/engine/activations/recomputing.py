@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 
 class _RecomputingThread(threading.local):
@@ -26,3 +27,12 @@ def recomputing() -> Iterator[None]:
         yield
     finally:
         _current.is_recomputing = before
+
+
+@contextmanager
+def entered(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    """Several contexts as one: checkpoint takes one for the recomputed forward."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield

@@ -11,7 +11,7 @@ Weight gradients of chunks are added in the compute dtype: many chunks in 16 bit
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.core.errors import ModelError, NotBuiltError
 from weft.engine.activations.dropout import is_drawing, part_of_rows, replayed
-from weft.engine.activations.recomputing import recomputing
+from weft.engine.activations.recomputing import entered, recomputing
 from weft.engine.activations.slices import PositionChunk
 from weft.engine.objective import is_hugging_face
 from weft.engine.wrap_forward import Forward, wrap_forward
@@ -124,15 +124,7 @@ def _once_more(call: _ChunkForward, values: list[Any]) -> Any:
 
 
 def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    return nullcontext(), _entered(recomputing(), replayed())
-
-
-@contextmanager
-def _entered(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
+    return nullcontext(), entered(recomputing(), replayed())
 
 
 def _is_cast(parameter: Tensor | None) -> bool:

@@ -33,7 +33,7 @@ from weft.plan.memory.block_activations import (
     wide_stream,
 )
 from weft.plan.memory.recompute import Recomputed
-from weft.plan.memory.sequence_chunks import chunk_share, gathered_inputs, inside_mlps, is_chunked
+from weft.plan.memory.sequence_chunks import chunk_share, inside_mlps, is_chunked
 from weft.plan.view import View, is_compiled
 
 INPUTS_ON_DEVICE = 2  # of recomputed blocks whose inputs are on the host: the one in use and the next
@@ -141,11 +141,9 @@ def saved_blocks(view: View) -> SavedBlocks:
         selected_bytes = np.minimum(selected_bytes, default_bytes)
         # a compiled block saves operands and outputs of matmuls, and recomputes pointwise operators between them
         compiled_bytes = np.minimum(compiled_bytes, default_bytes)
-        inside, gathered = inside_mlps(block, compute_bytes=c), gathered_inputs(block, compute_bytes=c, hidden_size=h)
-        inside_bytes, gathered_bytes = (
-            is_chunked(view) * bytes_of(saved, block, columns, tokens=tokens, keys=keys) for saved in (inside, gathered)
-        )
-        default_bytes = default_bytes - inside_bytes - gathered_bytes
+        inside = inside_mlps(block, compute_bytes=c)
+        inside_bytes = is_chunked(view) * bytes_of(inside, block, columns, tokens=tokens, keys=keys)
+        default_bytes = default_bytes - inside_bytes
         own_bytes = np.where(is_compiled(view.request, columns), compiled_bytes, default_bytes) + saved_extra(
             view, block
         )

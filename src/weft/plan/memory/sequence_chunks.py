@@ -5,7 +5,7 @@
     backward    those of one chunk, beside the gradients of the block's matrices, which chunks add up
 
 An activation written out in Python (GPT-2's) saves more, which is not counted here: the estimate is too high then.
-With sequence parallel a chunk's input is gathered alone: the block saves the rank's own slice of it.
+Tensor parallelism is refused beside chunks, so widths are whole here.
 """
 
 from __future__ import annotations
@@ -37,16 +37,7 @@ def inside_mlps(block: BlockShape, *, compute_bytes: int) -> SavedBytes:
     """Saved within the MLP of a block."""
     columns = [linear for linear in block.linears if linear.role == "mlp" and linear.style != "row" and linear.active]
     widths = sum(4.0 if _is_gated(block, linear.in_features) else 2.0 for linear in columns[:1])
-    inside = SavedBytes(split=widths * block.mlp_width * compute_bytes)
-    return inside if block.shards("mlp") else inside.unsharded
-
-
-def gathered_inputs(block: BlockShape, *, compute_bytes: int, hidden_size: int) -> SavedBytes:
-    """What the MLP's input takes less, if chunks of it are gathered again; attention's own entry may share it."""
-    if not block.shards("mlp") or block.is_parallel:
-        return SavedBytes()
-    size = float(compute_bytes * hidden_size)
-    return SavedBytes(gathered=size, stream=-size)
+    return SavedBytes(split=widths * block.mlp_width * compute_bytes)
 
 
 def _is_gated(block: BlockShape, hidden_size: int) -> bool:
@@ -56,8 +47,6 @@ def _is_gated(block: BlockShape, hidden_size: int) -> bool:
 
 
 def _positions(view: View) -> Floats:
-    """Positions of a row on a rank, where its MLPs begin."""
-    columns = view.columns
-    rows = view.request.workload.global_batch / (columns.dp * columns.microbatches)
-    is_slice = (columns.sequence_parallel > 0) & (columns.tp > 1) & ~columns.is_grid
-    return np.asarray(np.ceil(view.tokens / rows / np.where(is_slice, columns.tp, 1)), dtype=np.float64)
+    """Positions of a row on a rank."""
+    rows = view.request.workload.global_batch / (view.columns.dp * view.columns.microbatches)
+    return np.asarray(np.ceil(view.tokens / rows), dtype=np.float64)

@@ -199,9 +199,7 @@ def _received(view: View) -> Floats:
 def _entry_gradients(view: View) -> Floats:
     """Sequence parallel: gradients of a region's gathered input, of two linears, before the reduce-scatter."""
     is_sharded = (view.columns.sequence_parallel > 0) & (view.columns.tp > 1) & (view.columns.tp_mode == 0)
-    return np.where(
-        is_sharded, chunk_share(view) * 2 * view.tokens * view.shape.hidden_size * view.sizes.activation, 0.0
-    )
+    return np.where(is_sharded, 2 * view.tokens * view.shape.hidden_size * view.sizes.activation, 0.0)
 
 
 def _norm_gradients(view: View) -> Floats:
