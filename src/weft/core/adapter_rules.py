@@ -18,7 +18,7 @@ def check_adapter(plan: Plan, adapter: AdapterSpec) -> Iterator[tuple[str, str]]
         (plan.float8.linears != "none", "float8 products (float8.linears)", "set float8.linears = 'none'"),
         (plan.offload.parameters != "none", "weights on the host (offload.parameters)", "set it to 'none'"),
         (
-            plan.data_parallel.strategy == "dataparallel",
+            plan.data_parallel.is_threaded,
             "data_parallel.strategy = 'dataparallel'",
             "set data_parallel.strategy = 'ddp'",
         ),

@@ -69,7 +69,7 @@ def _not_of_layout(plan: Plan, run: RunSpec) -> Iterator[tuple[bool, str, str]]:
     yield plan.never_flushes, f"pipeline.schedule = {plan.pipeline.schedule!r}", flushes
     is_grid = mesh.tp > 1 and mode != "1d"
     yield is_grid, f"tensor_parallel.mode = {mode!r}", "set tensor_parallel.mode = '1d'"
-    is_threaded = plan.data_parallel.strategy == "dataparallel"
+    is_threaded = plan.data_parallel.is_threaded
     yield is_threaded, "data_parallel.strategy = 'dataparallel'", "set data_parallel.strategy = 'ddp'"
     is_fused = plan.kernels.loss == "fused"
     yield is_fused, "a fused loss (kernels.loss)", "set kernels.loss = 'whole', or leave it out"

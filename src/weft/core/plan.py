@@ -104,6 +104,11 @@ class DataParallel(Section):
         default=False, description="true if some parameters are unused in some steps (DDP only, costs a pass)"
     )
 
+    @property
+    def is_threaded(self) -> bool:
+        """Replicas are threads of one process (torch's DataParallel)."""
+        return self.strategy == "dataparallel"
+
 
 class TensorParallel(Section):
     mode: Literal["1d", "2d", "2.5d", "3d"] = Field(
@@ -381,7 +386,7 @@ class Plan(Document):
     @property
     def strategy_name(self) -> str:
         """The common name of this data-parallel layout."""
-        if self.data_parallel.strategy == "dataparallel":
+        if self.data_parallel.is_threaded:
             return "DataParallel"
         zero, mesh = self.data_parallel.zero, self.mesh
         if zero == 0:

@@ -29,7 +29,7 @@ def check_consistent(plan: Plan) -> list[tuple[str, str]]:
                 "set data_parallel.zero = 1, 2 or 3, or move the degree to mesh.dp_replicate",
             )
         )
-    if dp.strategy == "dataparallel" and (plan.num_ranks > 1 or dp.zero > 0):
+    if dp.is_threaded and (plan.num_ranks > 1 or dp.zero > 0):
         reasons.append(
             (
                 "dataparallel is one process with several GPUs, but the plan has ranks or a ZeRO stage",

@@ -100,7 +100,7 @@ def apply_plan(
     """Apply every axis of `plan` to `model`."""
     precision, dp = plan.precision.policy(), plan.data_parallel
     require_mixture(plan, num_blocks=len(layout.blocks))
-    if dp.strategy == "dataparallel":
+    if dp.is_threaded:
         require_gpus(precision)
     freeze(model, frozen)
     place_real_model(model, device=device)

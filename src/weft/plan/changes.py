@@ -193,7 +193,7 @@ def _more_microbatches(request: Request, plan: Plan) -> list[int]:
 def _higher_stages(plan: Plan) -> Iterator[Keys]:
     """Higher ZeRO stages over all data-parallel ranks, and the same stage without replicas."""
     mesh, zero = plan.mesh, plan.data_parallel.zero
-    if mesh.dp_degree == 1 or plan.data_parallel.strategy == "dataparallel":
+    if mesh.dp_degree == 1 or plan.data_parallel.is_threaded:
         return
     spread = {"mesh.dp_replicate": 1, "mesh.dp_shard": mesh.dp_degree} if mesh.dp_replicate > 1 else {}
     if spread and zero > 0:

@@ -181,7 +181,7 @@ def _sample_reasons(plan: Plan, run: RunSpec | None) -> Iterator[Reason]:
         yield f"samples.every with {'mesh.pp' if plan.mesh.pp > 1 else 'mesh.cp'} is not executed", hint
     if plan.mesh.tp > 1 and plan.tensor_parallel.mode != "1d":
         yield "samples.every with tensor parallelism on a grid is not executed", hint
-    if plan.data_parallel.strategy == "dataparallel":
+    if plan.data_parallel.is_threaded:
         yield "samples.every with strategy = 'dataparallel' is not executed", hint
 
 

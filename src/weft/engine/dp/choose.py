@@ -36,7 +36,7 @@ def choose_strategy(model: nn.Module, plan: Plan, topology: Topology) -> Strateg
         if plan.float8.linears != "none" and plan.float8.gather == "float8":
             sharded.float8 = gather_in_float8(model, plan.precision.policy())
         return sharded
-    if dp.strategy == "dataparallel":
+    if dp.is_threaded:
         return Threaded(model)
     if dist.get_world_size(topology.gradient_group) == 1:
         return Strategy(model)

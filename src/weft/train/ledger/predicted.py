@@ -50,7 +50,7 @@ def predict(
     run: RunSpec, plan: Plan, *, config: Any, device_name: str | None, document_length: float | None = None
 ) -> tuple[Prediction | None, str]:
     """The prediction for `config`, a Hugging Face config; or None and the reason. `device_name` None: a CPU."""
-    if plan.data_parallel.strategy == "dataparallel":
+    if plan.data_parallel.is_threaded:
         return None, "no predictions: the planner does not model nn.DataParallel"
     if config is None:
         return None, "no predictions: the model has no Hugging Face config"
