@@ -60,6 +60,7 @@ class MixedRows:
         self._first = np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.int64)
         self.num_rows = int(self._first[-1])
         self.length = self.tables[0].length
+        self.has_positions = any(table.has_positions for table in self.tables)
 
     @cached_property
     def shares(self) -> list[float]:
@@ -96,8 +97,8 @@ class MixedRows:
             self.tables[owner].read(np.array([row - self._first[owner]]))
             for owner, row in zip(owners, rows, strict=True)
         ]
-        if any("position_ids" in batch for batch in read):  # a row without them is one document
-            for batch in read:
+        if self.has_positions:  # of the mixture, not of these rows: every rank has the same fields
+            for batch in read:  # a row without them is one document
                 batch.setdefault("position_ids", np.arange(batch["input_ids"].shape[1])[None])
         return {key: np.concatenate([batch[key] for batch in read]) for key in read[0]}
 

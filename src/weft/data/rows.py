@@ -62,6 +62,11 @@ class RowTable(Protocol):
         """Rows of a batch for each row number: 2 for pairs."""
         ...
 
+    @property
+    def has_positions(self) -> bool:
+        """Whether rows have `position_ids`."""
+        ...
+
     def read(self, rows: NDArray[np.int64]) -> Batch: ...
 
     def work(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -90,21 +95,21 @@ class StreamRows:
     def __init__(self, split: Split, length: int, *, isolates: bool) -> None:
         self.split = split
         self.length = length
-        self.isolates = isolates
+        self.has_positions = isolates
         self.num_rows = split.num_rows(length)
 
     def read(self, rows: NDArray[np.int64]) -> Batch:
         words = self.split.read(rows * self.length, length=self.length + 1)
         inputs, labels = _inputs_and_labels(words, self.split)
         batch = {"input_ids": inputs, "labels": labels}
-        if self.isolates:
+        if self.has_positions:
             end = self.split.end_of_document
             labels[inputs == end] = IGNORED
             batch["position_ids"] = document_positions(inputs, end_of_document=end)
         return batch
 
     def work(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        if not self.isolates:
+        if not self.has_positions:
             return np.full(rows.shape, self.length**2, dtype=np.int64)
         begins = rows * self.length
         first = np.searchsorted(self._ends, begins, side="right")
