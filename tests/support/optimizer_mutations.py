@@ -9,10 +9,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+import weft.engine.engine_state as engine_state
 import weft.engine.optim.adafactor as adafactor
 import weft.engine.optim.averages as averages
 import weft.engine.optim.matrix_owners as owners
 import weft.engine.optim.muon as muon
+from weft.engine.optim.schedule_free import ScheduleFreeAdamW
 from weft.engine.ownership import local
 
 
@@ -68,3 +70,23 @@ def average_before_the_update_on_one_rank() -> Any:
         return lerp
 
     return _replaced(averages, "add_to_average", make)
+
+
+def trained_weights_are_evaluated() -> Any:
+    """The average stays aside."""
+    return _replaced(engine_state, "evaluation_points", lambda _: lambda optimizer: {})
+
+
+def steps_weigh_alike_on_one_rank() -> Any:
+    """Rank 1 takes every step of the warm-up for one of the full rate."""
+
+    def make(original: Any) -> Any:
+        def update(self: Any, parameter: Any, group: Any) -> None:
+            if dist.get_rank() == 1:
+                state = self._state(parameter)
+                state["weight_sum"].copy_(state["step"] * group["lr"] ** 2)
+            original(self, parameter, group)
+
+        return update
+
+    return _replaced(ScheduleFreeAdamW, "_update", make)

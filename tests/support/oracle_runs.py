@@ -17,11 +17,18 @@ RUNS: dict[str, Tables] = {
     "gpt2": {"model": "gpt2"},
     "qwen3-tied": {"model": "qwen3-tied"},
     "sgd": {"train": {"optimizer": "sgd"}},
+    "schedule_free": {"train": {"optimizer": "schedule_free", "schedule": "constant"}},
+    "mixture": {},
 }
 
 
 def oracle_run(corpus: Path, run: str) -> Tables:
-    return small_run(str(corpus), **RUNS[run])
+    tables = small_run(str(corpus), **RUNS[run])
+    if run == "mixture":  # of the first and the other texts: 00x, and 01x with more
+        del tables["data"]["source"]
+        texts = [{"source": f"{corpus}/00*.txt", "weight": 3.0}, {"source": f"{corpus}/0[1-9]*.txt"}]
+        tables["data"] |= {"sources": texts, "weigh_by": "tokens", "eval_fraction": 0.3}
+    return tables
 
 
 def failed_checks(corpus: Path, scratch: Path, *, run: str = "llama", plan: Tables | None = None) -> dict[str, str]:

@@ -22,8 +22,10 @@ from torch import nn
 
 import weft.data.corpus
 import weft.data.loader
+import weft.data.mixture
 import weft.data.split
 import weft.data.tokenizers
+import weft.engine.export
 import weft.engine.objective
 import weft.engine.optim.clip
 import weft.engine.optim.optimizers
@@ -31,6 +33,7 @@ import weft.models.build
 import weft.models.hf_export
 import weft.models.initial
 import weft.train.build
+import weft.train.loop
 import weft.train.rate
 import weft.verify.reference
 from weft.data.loader import Loader
@@ -98,6 +101,31 @@ def positions_run_through_documents() -> Bug:
 
 def order_repeats_rows() -> Bug:
     return everywhere(weft.data.loader, "permute", lambda f: lambda indices, **k: f(indices // 2 * 2, **k))
+
+
+def mixture_ignores_its_weights() -> Bug:
+    even = property(lambda self: [1 / len(self.tables)] * len(self.tables))
+    return patch.object(weft.data.mixture.MixedRows, "shares", even)
+
+
+def mixture_draws_one_source_after_the_other() -> Bug:
+    def draws(self: Any, samples: Any) -> Any:
+        owners = samples // 16 % len(self.places)
+        return owners, samples // (16 * len(self.places)) * 16 + samples % 16
+
+    return patch.object(weft.data.mixture.MixtureOrder, "draws", draws)
+
+
+def mixture_repeats_rows() -> Bug:
+    return everywhere(weft.data.mixture, "permute", lambda f: lambda indices, **k: f(indices // 2 * 2, **k))
+
+
+def averages_are_not_evaluated() -> Bug:
+    return patch.object(weft.train.loop, "is_averaged", lambda kind: False)
+
+
+def averages_are_not_exported() -> Bug:
+    return everywhere(weft.engine.export, "model_tensors", lambda f: lambda *a, averaged_by=0.0, **k: f(*a, **k))
 
 
 def order_has_half_of_the_rows() -> Bug:

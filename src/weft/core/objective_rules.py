@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from weft.core.errors import NotBuiltError
-from weft.core.optimizers import is_averaged
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 
@@ -46,15 +45,6 @@ def require_next_token(run: RunSpec, verb: str) -> None:
         raise NotBuiltError(
             f"{verb} does not know objective.kind = {run.objective.kind!r} yet",
             hint="--set objective.kind=next_token with another data.format does the same layout without it",
-        )
-
-
-def require_verified_optimizer(run: RunSpec) -> None:
-    """Refuse an optimizer whose evaluations are not of the weights that gradients are of."""
-    if is_averaged(run.train.optimizer):
-        raise NotBuiltError(
-            f"weft verify does not know train.optimizer = {run.train.optimizer!r} yet",
-            hint="--set train.optimizer=adamw verifies the same layout",
         )
 
 

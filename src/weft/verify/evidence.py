@@ -22,6 +22,7 @@ from weft.engine.engine import Engine
 from weft.engine.measure.meter import StepMeter
 from weft.engine.objective import Batch
 from weft.engine.optim.adamw_low import AdamWLow
+from weft.engine.optim.schedule_free import ScheduleFreeAdamW
 from weft.engine.ownership import chunks_of
 from weft.engine.state import MODEL, OPTIMIZER, as_shard, base_tensors
 from weft.verify.checks import Block
@@ -100,7 +101,8 @@ def collect(engine: Engine, batches: Sequence[Batch], rates: Sequence[float], ev
             engine.drain()
             evidence.first_weights = _full_weights(engine)
         if step in (0, last):  # after the first: state left by an evaluation must not change later steps
-            evidence.eval_losses.append(engine.evaluate(evaluation).loss)
+            with engine.average_weights(is_on=isinstance(engine.optimizer, ScheduleFreeAdamW)):
+                evidence.eval_losses.append(engine.evaluate(evaluation).loss)
     engine.on_gradients = None
     evidence.forward_weights = weights.gather()
     evidence.wrong_products += differing_histories(engine)

@@ -16,13 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.core.errors import NotBuiltError
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec, TrainSpec
 from weft.data import Corpus, Loader, open_corpus
 from weft.data.mixture import Mixture
 from weft.data.rows import RowLayout
-from weft.data.split import Split
 from weft.models.adapter.build import initial_weights, run_skeleton
 from weft.models.adapter.lora import rests_low
 from weft.models.adapter.quantised import quantised_linears
@@ -60,26 +58,20 @@ class Subject:
         config = build_config(run.model, vocab_size=corpus.vocab_size, end_of_document=corpus.end_of_document)
         return Subject(run=run, corpus=corpus, config=config, device=device, num_ranks=num_ranks)
 
-    @property
-    def training(self) -> Split:
-        return _one_split(self.corpus.training)
-
-    @property
-    def held_out(self) -> Split | None:
-        return _one_split(self.corpus.evaluation) if self.corpus.evaluation is not None else None
-
     @functools.cached_property
     def borders(self) -> Borders:
         """The planted cases, the same for every plan of `num_ranks`."""
-        data = self.run.data
+        data, training = self.run.data, self.corpus.training
+        splits = [one.split for one in training.sources] if isinstance(training, Mixture) else [training]
         return Borders(
             vocab_size=_vocab_size(self.skeleton(), self.corpus.vocab_size, has_scores=has_scalar_head(self.config)),
             num_ranks=self.num_ranks,
             rows=self.run.train.global_batch * self.run.objective.rows_per_sample,
             length=data.sequence_length,
             is_paired=self.run.objective.is_of_pairs,
-            end_of_document=self.corpus.end_of_document if data.isolate_documents else None,
-            has_gaps=data.row_packing != "concatenate" or self.training.has_mask,
+            end_of_document=self.corpus.end_of_document if any(part.isolate_documents for part in data.parts) else None,
+            has_gaps=any(part.row_packing != "concatenate" for part in data.parts)
+            or any(split.has_mask for split in splits),
         )
 
     def skeleton(self) -> nn.Module:
@@ -271,13 +263,6 @@ def joint_split(plan: Plan, run: RunSpec) -> BatchSplit:
     samples = max(1, run.train.global_batch // plan.pipeline.microbatches)
     rows = samples * run.objective.rows_per_sample
     return BatchSplit(chunk_rows=rows, ranks=plan.mesh.dp_degree, unties=plan.mesh.pp > 1)
-
-
-def _one_split(data: Split | Mixture) -> Split:
-    """Runs are verified on one source (`worker`)."""
-    if isinstance(data, Mixture):
-        raise NotBuiltError("a mixture of data.sources is not verified at once", hint="give one of them as data.source")
-    return data
 
 
 def _frozen(subject: Subject) -> frozenset[str]:

@@ -7,6 +7,7 @@ as it is at that moment (tests patch it).
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from numpy.typing import NDArray
 import weft.train.rate
 from weft.checkpoint import read_tensors
 from weft.checkpoint.layout import step_path
+from weft.core.data_spec import DataSpec
 from weft.core.plan import Plan
 from weft.core.precision import PrecisionPolicy
 from weft.core.run_spec import RunSpec
+from weft.data import open_corpus
 from weft.data.split import Split
 from weft.data.words import counted_of, tokens_of
 from weft.engine.state import MODEL, OPTIMIZER
@@ -30,7 +33,7 @@ from weft.models.pretrained import PretrainedWeights
 from weft.train.build import base_weights
 from weft.train.folder.run_folder import RunFolder
 from weft.verify.exercise import CPU, Subject, plan_precision, plan_split
-from weft.verify.oracle import CorpusFacts, LoopFacts, RankShare, RunFacts, Saved
+from weft.verify.oracle import CorpusFacts, LoopFacts, MixtureFacts, RankShare, RunFacts, Saved, SourceFacts
 from weft.verify.references import References
 from weft.zoo.hub import model_folder
 
@@ -72,15 +75,45 @@ def _pretrained(run: RunSpec, subject: Subject) -> dict[str, torch.Tensor] | Non
     return {name: read(()).to(CPU, copy=True) for name, read in source.readers(names)}
 
 
-def _corpus(subject: Subject) -> CorpusFacts:
-    corpus, words, held_out = subject.corpus, subject.training.tokens, subject.held_out
-    has_mask, is_stream = subject.training.has_mask, subject.run.data.row_packing == "concatenate"
+def _corpus(subject: Subject) -> CorpusFacts | MixtureFacts:
+    corpus, data = subject.corpus, subject.run.data
+    training, held_out = corpus.training, corpus.evaluation
+    if isinstance(training, Split):
+        return _one_corpus(subject, training, held_out if isinstance(held_out, Split) else None)
+    return MixtureFacts(
+        sources=[
+            SourceFacts(
+                data=part.model_dump(mode="json"), weight=source.weight, corpus=_one_corpus(*_alone(subject, part))
+            )
+            for part, source in zip(data.parts, data.sources, strict=True)
+        ],
+        by_tokens=data.weigh_by == "tokens",
+        vocab_size=corpus.vocab_size,
+        end_of_document=corpus.end_of_document,
+        training=_rows(subject, is_held_out=False),
+        held_out=None if held_out is None else _rows(subject, is_held_out=True),
+    )
+
+
+def _alone(subject: Subject, data: DataSpec) -> tuple[Subject, Split, Split | None]:
+    """The run on one source, and the splits of that."""
+    run = subject.run.model_copy(update={"data": data})
+    corpus = open_corpus(data)
+    training, held_out = (split if isinstance(split, Split) else None for split in (corpus.training, corpus.evaluation))
+    if training is None:
+        raise TypeError("a source of a mixture is a mixture")
+    return replace(subject, run=run, corpus=corpus), training, held_out
+
+
+def _one_corpus(subject: Subject, training: Split, held_out: Split | None) -> CorpusFacts:
+    corpus, words = subject.corpus, training.tokens
+    has_mask, is_stream = training.has_mask, subject.run.data.row_packing == "concatenate"
     return CorpusFacts(
         tokens=tokens_of(words, words.dtype) if has_mask else words,
         counted=counted_of(words, words.dtype) if has_mask else None if is_stream else np.ones(len(words), dtype=bool),
         vocab_size=corpus.vocab_size,
         end_of_document=corpus.end_of_document,
-        training=_share(subject, subject.training, is_held_out=False),
+        training=_share(subject, training, is_held_out=False),
         held_out=None if held_out is None else _share(subject, held_out, is_held_out=True),
     )
 
@@ -88,6 +121,15 @@ def _corpus(subject: Subject) -> CorpusFacts:
 def _share(subject: Subject, split: Split, *, is_held_out: bool) -> RankShare:
     lengths = np.diff(split.stream_starts)
     ranges = [(int(start), int(start + length)) for start, length in zip(split.run_starts, lengths, strict=True)]
+    if subject.run.data.row_packing == "concatenate":
+        num_rows = split.num_rows(subject.run.data.sequence_length)
+        return _rows(subject, is_held_out=is_held_out, ranges=ranges, num_rows=num_rows)
+    documents = [(int(begin), int(end)) for begin, end in split.bounds]
+    return _rows(subject, is_held_out=is_held_out, ranges=ranges, documents=documents)
+
+
+def _rows(subject: Subject, *, is_held_out: bool, num_rows: int | None = None, **tokens: Any) -> RankShare:
+    """The rows of a share, as each rank reads them; the loader counts them if they are not given."""
     loader = functools.cache(
         lambda rank, degree: subject.loader(evaluation=is_held_out, dp_rank=rank, dp_degree=degree)
     )
@@ -95,10 +137,8 @@ def _share(subject: Subject, split: Split, *, is_held_out: bool) -> RankShare:
     def batch(position: int, *, dp_rank: int, dp_degree: int) -> dict[str, NDArray[Any]]:
         return {key: value.numpy() for key, value in loader(dp_rank, dp_degree).batch(position).items()}
 
-    if subject.run.data.row_packing == "concatenate":
-        return RankShare(ranges=ranges, num_rows=split.num_rows(subject.run.data.sequence_length), batch=batch)
-    documents = [(int(begin), int(end)) for begin, end in split.bounds]
-    return RankShare(ranges=ranges, num_rows=loader(0, 1).num_rows, batch=batch, documents=documents)
+    counted = loader(0, 1).num_rows if num_rows is None else num_rows
+    return RankShare(num_rows=counted, batch=batch, **tokens)
 
 
 def _loop(run: RunSpec, plan: Plan, folder: Path, export: Path, references: References) -> LoopFacts:

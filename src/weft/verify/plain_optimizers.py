@@ -136,4 +136,53 @@ class PlainMuon(Optimizer):
         return x
 
 
-_OWN: dict[str, Callable[[list[dict[str, Any]], TrainSpec], Optimizer]] = {"lion": PlainLion}
+class PlainScheduleFree(Optimizer):
+    """v' = b2 v + (1 - b2) g^2, z' = z - lr (g / (sqrt(v' / (1 - b2^t)) + eps) + wd y), x' = (1 - c) x + c z' with
+    c = p^2 / sum of p^2 for the largest rate p so far, y' = (1 - b1) z' + b1 x': y is the parameter, x is evaluated."""
+
+    def __init__(self, groups: list[dict[str, Any]], train: TrainSpec) -> None:
+        self._train = train
+        self._averages: dict[torch.Tensor, torch.Tensor] = {}  # x
+        super().__init__(groups, {"lr": train.learning_rate})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self._move(weight, weight.grad, float(group["lr"]), group["weight_decay"])
+
+    def _move(self, weight: torch.Tensor, gradient: torch.Tensor, rate: float, decay: float) -> None:
+        (first, second), state = self._train.betas, self._state(weight)
+        state["step"] += 1
+        state["largest_rate"].fill_(max(rate, state["largest_rate"].item()))
+        state["weight_sum"] += state["largest_rate"] ** 2
+        share = (state["largest_rate"] ** 2 / state["weight_sum"]).item() if state["weight_sum"] else 0.0
+        base, average, square = state["z"], self._averages[weight], state["exp_avg_sq"]
+        square.copy_(second * square + (1 - second) * gradient.square())
+        root = (square / (1 - second ** state["step"].item())).sqrt()
+        base.sub_(rate * (gradient / (root + self._train.epsilon) + decay * weight))
+        average.copy_((1 - share) * average + share * base)
+        weight.copy_((1 - first) * base + first * average)
+
+    def _state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = self.state[weight]
+        if not state:
+            state |= {"z": weight.detach().clone(), "exp_avg_sq": torch.zeros_like(weight)}
+            state |= {name: torch.zeros((), dtype=torch.float64) for name in ("step", "largest_rate", "weight_sum")}
+            self._averages[weight] = weight.detach().clone()
+        return state
+
+    def evaluated(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: self._averages.get(weight, weight) for name, weight in weights.items()}
+
+
+def evaluated(optimizer: Optimizer, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """The weights that are evaluated: with schedule-free AdamW their average."""
+    return optimizer.evaluated(weights) if isinstance(optimizer, PlainScheduleFree) else weights
+
+
+_OWN: dict[str, Callable[[list[dict[str, Any]], TrainSpec], Optimizer]] = {
+    "lion": PlainLion,
+    "schedule_free": PlainScheduleFree,
+}

@@ -38,7 +38,7 @@ from weft.verify.near_ties import evaluation_swing
 from weft.verify.plain_codes import rounded_like
 from weft.verify.plain_experts import PlainExperts
 from weft.verify.plain_objectives import REFERENCE, PlainLoss, logits_of, plain_loss, row_log_probs
-from weft.verify.plain_optimizers import PlainAverage, plain_optimizer, set_rate
+from weft.verify.plain_optimizers import PlainAverage, evaluated, plain_optimizer, set_rate
 from weft.verify.rank_sums import RankSums
 from weft.verify.router_reference import RouterReference, compute_in_float32
 from weft.verify.run_trace import (
@@ -115,9 +115,10 @@ def run_reference(
         if step == 0:
             trace.first_weights = on_host(masters)
         if step in (0, len(exercise.batches) - 1):
+            weights = evaluated(optimizer, masters)
             if precision == TRUTH and has_experts(exercise):
-                trace.eval_swings.append(evaluation_swing(evaluate_at, masters, exercise.initial))
-            trace.eval_losses.append(evaluate_at(masters))
+                trace.eval_swings.append(evaluation_swing(evaluate_at, weights, exercise.initial))
+            trace.eval_losses.append(evaluate_at(weights))
     trace.weights = on_host(masters)
     trace.optimizer = on_host({**states_of(optimizer, trainable), **average.states()})
     now = on_host(dict(model.named_buffers()))

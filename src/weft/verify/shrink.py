@@ -69,9 +69,10 @@ def _short_rows(run: RunSpec, plan: Plan, changes: list[str]) -> tuple[RunSpec, 
     if run.data.sequence_length > length:
         changes.append(f"sequence_length {run.data.sequence_length} -> {length}")
         run = run.model_copy(update={"data": run.data.model_copy(update={"sequence_length": length})})
-        if run.data.row_packing != "concatenate" and run.data.row_truncation != "split":
+        cut = {part.row_truncation for part in run.data.parts if part.row_packing != "concatenate"} - {"split"}
+        if cut:
             # what counts is mostly at the end of a sample: short rows keep that
-            changes.append(f"truncation {run.data.row_truncation} -> start")
+            changes.append(f"truncation {' and '.join(sorted(cut))} -> start")
             run = run.model_copy(update={"data": run.data.model_copy(update={"truncation": "start"})})
     return run, changes
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from weft.checkpoint import read_tensors
 from weft.checkpoint.layout import step_path
+from weft.core.data_spec import DataSpec
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.engine.state import MODEL, OPTIMIZER
@@ -31,8 +32,9 @@ from weft.verify.exercise import Subject, loop_exercise
 from weft.verify.finite_pairs import FinitePairs
 from weft.verify.finite_text import EVAL_FRACTION, FiniteText
 from weft.verify.layouts import other_layout, plan_name
-from weft.verify.oracle import Oracle
+from weft.verify.oracle import Oracle, Saved
 from weft.verify.oracle.adapter import AdaptedPlainModel
+from weft.verify.oracle.schedule_free import evaluated
 from weft.verify.oracle_facts import collect_facts
 from weft.verify.references import ReferenceCache, References
 from weft.verify.run_trace import RunTrace
@@ -68,7 +70,7 @@ class WholeRuns:
         base = references.truth.initial if run.adapter.is_quantised else {}  # no checkpoint has what rests in codes
         checks = [
             self._against("training loop", references, straight, self._skipped(folder)),
-            self._export(folder, {**base, **straight.weights}),
+            self._export(folder, {**base, **self._evaluated(straight)}),
         ]
         same, other = self._copy_up_to(folder, middle), self._copy_up_to(folder, middle)
         self._train(run, plan, same, resume=True)
@@ -140,7 +142,7 @@ class WholeRuns:
         self._barrier()
         run = self._with(
             data={
-                "source": str(source), "tokenizer": "bytes", "epochs": 1, "eval_fraction": EVAL_FRACTION,
+                **self._only(str(source)), "tokenizer": "bytes", "epochs": 1, "eval_fraction": EVAL_FRACTION,
                 "packing": None, "truncation": None, "chat_template": None, "train_on": None,
                 "isolate_documents": self._run.data.isolates, **text.data,
             },
@@ -277,6 +279,10 @@ class WholeRuns:
         is_full = not self._run.adapter.is_quantised
         return {key: value for key, value in weights.items() if is_full or key in found.weights}
 
+    def _evaluated(self, trace: RunTrace) -> Mapping[str, torch.Tensor]:
+        """The final weights that are evaluated and exported."""
+        return evaluated(Saved(weights=trace.weights, states=trace.optimizer), self._run.train.model_dump(mode="json"))
+
     def _skipped(self, folder: Path) -> frozenset[int]:
         records = RunFolder(folder).metrics.read() if self._process.is_main else []
         return frozenset(index for index, record in enumerate(records) if record.skipped)
@@ -313,6 +319,11 @@ class WholeRuns:
         for section, values in sections.items():
             tables[section].update(values)
         return RunSpec.from_tables(tables)
+
+    def _only(self, source: str) -> dict[str, Any]:
+        """[data] with one source: a mixture of it alone if the run's data is a mixture."""
+        is_mixed = bool(self._run.data.sources)
+        return {"source": DataSpec().source if is_mixed else source, "sources": [{"source": source}] * is_mixed}
 
     def _with_vocabulary(self) -> dict[str, Any]:
         """[model] with the vocabulary of a teacher, which the tokenizer of other data would change."""

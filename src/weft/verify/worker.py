@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from weft.core.errors import PipelineError, TensorParallelError
-from weft.core.objective_rules import require_verified_optimizer
 from weft.core.plan import Plan
 from weft.core.router_rules import with_capacity
 from weft.core.run_spec import RunSpec
@@ -36,7 +35,6 @@ _PATH_BYTES = 1024
 
 def run_request(request: VerifyRequest, *, progress: Callable[[str, str], None] | None = None) -> list[Verdict]:
     """Verify every plan of the request; the verdicts are meaningful on rank 0. Collective."""
-    require_verified_optimizer(request.run)
     for plan in request.plans:
         require_legal(plan, request.run)  # shrinking must not make a run legal
     process = join(
@@ -104,17 +102,14 @@ def _small_run(request: VerifyRequest, plan: Plan) -> tuple[RunSpec, Plan, list[
 
 
 def _apart(run: RunSpec) -> tuple[RunSpec, list[str]]:
-    """The first source of a mixture; a sample per row where a stream would have tokens without a loss, which the oracle
-    does not find again."""
-    if run.data.sources:
-        first, changes = _apart(run.model_copy(update={"data": run.data.parts[0]}))
-        return first, [f"sources: the first of {len(run.data.sources)}", *changes]
+    """A sample per row where a stream would have tokens without a loss, which the oracle does not find again."""
     if run.data.streaming:
         whole, changes = _apart(run.model_copy(update={"data": run.data.model_copy(update={"streaming": False})}))
         return whole, ["streaming -> the data as a whole", *changes]
-    if run.data.format == "text" or run.data.row_packing != "concatenate":
+    if not any(part.format != "text" and part.row_packing == "concatenate" for part in run.data.parts):
         return run, []
-    data = run.data.model_copy(update={"packing": "none", "isolate_documents": False})
+    apart = {"packing": None} if run.data.sources else {"packing": "none", "isolate_documents": False}
+    data = run.data.model_copy(update=apart)  # without packing, texts of a mixture stay streams
     return run.model_copy(update={"data": data}), ["packing concatenate -> none"]
 
 

@@ -23,6 +23,7 @@ PIPELINE = {
 }  # fmt: skip
 EXPERTS = {"mesh": {"dp_shard": 4, "ep": 2}, "data_parallel": {"zero": 3}}
 DDP = {"mesh": {"dp_replicate": 4}}
+SCHEDULE_FREE = {"optimizer": "schedule_free", "schedule": "constant"}
 GROUPS = [
     {"pattern": "*embed_tokens*", "learning_rate_ratio": 0.5, "weight_decay": 0.0},
     {"pattern": "*norm*", "learning_rate": 2e-3, "weight_decay": 0.05},
@@ -60,6 +61,7 @@ def _cases(corpus: Path, names: Any, train: Tables) -> dict[str, tuple[Tables, T
         {"optimizer": "muon", "muon_precision": "bfloat16", "muon_scale": "original"},
         {"optimizer": "adafactor", "ema_decay": 0.9},
         {"optimizer": "lion", "groups": GROUPS, "schedule": "wsd"},
+        SCHEDULE_FREE | {"groups": GROUPS},
     ],
     ids=lambda train: "-".join(str(value) for value in train.values())[:30],
 )
@@ -73,6 +75,11 @@ def test_every_layout_passes(train: Tables, corpus: Path, tmp_path: Path) -> Non
 def test_fused_layers_experts_and_shared_rows(optimizer: str, corpus: Path, tmp_path: Path) -> None:
     """Lion without groups: the layouts that its groups by pattern leave out."""
     _require_green(_cases(corpus, ("ZeRO-1", "tp, fused", "ep"), {"optimizer": optimizer}), tmp_path)
+
+
+@pytest.mark.slow
+def test_schedule_free_with_fused_layers_and_experts(corpus: Path, tmp_path: Path) -> None:
+    _require_green(_cases(corpus, ("ZeRO-1", "tp, fused", "ep"), SCHEDULE_FREE), tmp_path)
 
 
 @pytest.mark.extended
@@ -94,6 +101,14 @@ BUGS: dict[str, Group] = {
         plan={"mesh": {"dp_shard": 2}, "data_parallel": {"zero": 3}},
         train={"optimizer": "adafactor"},
         bugs=(Bug(mutate=bugs.means_of_the_shard, check="first update", words=("weight",), step=1),),
+    ),
+    "schedule_free": Group(
+        plan={"mesh": {"dp_shard": 2}, "data_parallel": {"zero": 3}},
+        train=SCHEDULE_FREE,
+        bugs=(
+            Bug(mutate=bugs.trained_weights_are_evaluated, check="evaluation"),
+            Bug(mutate=bugs.steps_weigh_alike_on_one_rank, check=("gradient norm", "loss", "weights"), step=3),
+        ),
     ),
     "average": Group(
         plan={"mesh": {"dp_shard": 2}, "data_parallel": {"zero": 3}},

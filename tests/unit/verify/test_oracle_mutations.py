@@ -23,6 +23,11 @@ CAUGHT: dict[str, tuple[str, str]] = {
     "first_label_carries_no_loss": ("oracle data", "llama"),
     "positions_run_through_documents": ("oracle data", "isolated"),
     "order_has_half_of_the_rows": ("oracle data", "llama"),
+    "averages_are_not_evaluated": ("oracle loss", "schedule_free"),
+    "averages_are_not_exported": ("oracle export", "schedule_free"),
+    "mixture_ignores_its_weights": ("oracle data", "mixture"),
+    "mixture_draws_one_source_after_the_other": ("oracle data", "mixture"),
+    "mixture_repeats_rows": ("oracle data", "mixture"),
     "every_epoch_in_one_order": ("oracle data", "llama"),
     "rows_overlap": ("oracle data", "llama"),
     "tokenizer_drops_a_byte": ("oracle data", "llama"),
@@ -51,7 +56,7 @@ CAUGHT: dict[str, tuple[str, str]] = {
     "export_generates_past_the_end": ("oracle export", "llama"),
 }
 BY_DEFAULT = ("label_wraps_around", "cosine_never_decays", "initial_linears_doubled", "order_repeats_rows",
-              "export_with_another_epsilon")  # fmt: skip
+              "mixture_ignores_its_weights", "averages_are_not_evaluated", "export_with_another_epsilon")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +74,10 @@ def test_a_shared_bug_is_caught_by_the_right_check(name: str, corpus: Path, tmp_
 
 
 @pytest.mark.parametrize(
-    "run", by_default(["llama"], ["llama", "isolated", "one document", "gpt2", "qwen3-tied", "sgd"])
+    "run",
+    by_default(
+        ["llama"], ["llama", "isolated", "one document", "gpt2", "qwen3-tied", "sgd", "schedule_free", "mixture"]
+    ),
 )
 def test_the_code_as_it_is_passes(run: str, corpus: Path, tmp_path: Path) -> None:
     assert not failed_checks(corpus, tmp_path, run=run)

@@ -4,7 +4,7 @@ It imports torch, transformers, numpy, the standard library, and from weft only 
 test checks this. It compares with transformers' own model, loss, initial values and `from_pretrained`, and formulas.
 """
 
-from weft.verify.oracle.facts import CorpusFacts, LoopFacts, RankShare, RunFacts, Saved
+from weft.verify.oracle.facts import CorpusFacts, LoopFacts, MixtureFacts, RankShare, RunFacts, Saved, SourceFacts
 from weft.verify.oracle.judge import Oracle
 
-__all__ = ["CorpusFacts", "LoopFacts", "Oracle", "RankShare", "RunFacts", "Saved"]
+__all__ = ["CorpusFacts", "LoopFacts", "MixtureFacts", "Oracle", "RankShare", "RunFacts", "Saved", "SourceFacts"]

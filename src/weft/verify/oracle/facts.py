@@ -28,9 +28,9 @@ class ReadBatch(Protocol):
 class RankShare:
     """One split of the corpus, training or held out: its ranges of stored tokens, and its rows."""
 
-    ranges: Sequence[tuple[int, int]]  # of stored tokens, in the order of the stream
     num_rows: int
     batch: ReadBatch
+    ranges: Sequence[tuple[int, int]] = ()  # of stored tokens, in the order of the stream; none of a mixture
     documents: Sequence[tuple[int, int]] = ()  # ranges of each sample, unless rows are cut from a stream
 
 
@@ -38,6 +38,27 @@ class RankShare:
 class CorpusFacts:
     tokens: NDArray[Any]  # as stored, all documents concatenated
     counted: NDArray[Any] | None = None  # whether each has a loss; None: rows are cut from a stream of text
+    vocab_size: int
+    end_of_document: int
+    training: RankShare
+    held_out: RankShare | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFacts:
+    """One source of a mixture: its own [data], and its corpus as a run of it alone would read it."""
+
+    data: Tables
+    weight: float
+    corpus: CorpusFacts
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureFacts:
+    """Several sources in place of one corpus, and the rows drawn from them."""
+
+    sources: Sequence[SourceFacts]
+    by_tokens: bool  # weights are shares of tokens, not of samples
     vocab_size: int
     end_of_document: int
     training: RankShare
@@ -91,6 +112,6 @@ class RunFacts:
     pretrained: Tensors | None  # as read from the run's model folder; None for random weights
     without_rule: frozenset[str]  # parameters that the model's own code does not initialise
     rate: Callable[[int], float]  # the run's learning rate by step, from 1
-    corpus: CorpusFacts
+    corpus: CorpusFacts | MixtureFacts
     dp_degree: int
     loop: LoopFacts

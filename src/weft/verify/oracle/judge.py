@@ -11,15 +11,17 @@ from weft.verify.oracle.adapter import IN_CODES, AdaptedPlainModel, without_fact
 from weft.verify.oracle.config import asked_config, check_config
 from weft.verify.oracle.documents import Beginning, NotReadAgainError, read_beginning
 from weft.verify.oracle.export import check_export
-from weft.verify.oracle.facts import RankShare, RunFacts, Saved, Tables
+from weft.verify.oracle.facts import CorpusFacts, RankShare, RunFacts, Saved, Tables
 from weft.verify.oracle.initial import Statistics, check_initial, check_pretrained, draw_statistics
-from weft.verify.oracle.loss import LossJudge
+from weft.verify.oracle.loss import AnyStream, LossJudge
+from weft.verify.oracle.mixtures import MixedStream, SourceRows
 from weft.verify.oracle.model import Batch, PlainModel
 from weft.verify.oracle.objectives import NextTokenFormula, objective_of
 from weft.verify.oracle.pairs import PairStream
-from weft.verify.oracle.rows import check_data
+from weft.verify.oracle.rows import check_data, check_mixed
 from weft.verify.oracle.samples import SampleStream
 from weft.verify.oracle.schedule import check_schedule
+from weft.verify.oracle.schedule_free import evaluated
 from weft.verify.oracle.streams import Stream, stream_of
 from weft.verify.oracle.updates import check_updates
 from weft.verify.verdict import Check
@@ -32,7 +34,7 @@ class Oracle:
 
     def __init__(self) -> None:
         self._statistics: dict[str, Statistics] | None = None
-        self._beginning: Beginning | str | None = None
+        self._beginnings: dict[str, Beginning | str] = {}
         self._plain: PlainModel | None = None
         self._untrained: frozenset[str] | None = None
 
@@ -43,12 +45,11 @@ class Oracle:
             self._plain = _plain_of(asked, facts.run["adapter"], objective)
             self._statistics = draw_statistics(asked, has_scores=objective.has_scores)
         plain, corpus = self._plain, facts.corpus
-        held_out = None if corpus.held_out is None else _stream(facts, corpus.held_out)
-        both = _stream(facts, corpus.training), held_out
+        both, data = self._data(facts)
         checks = [
             check_config(asked, plain.model.config, facts.config, vocab_size=corpus.vocab_size),
             check_initial(self._statistics, without_factors(facts.initial), without_rule=facts.without_rule),
-            check_data(facts.run, corpus, self._read_again(facts), both, dp_degree=facts.dp_degree),
+            data,
             check_schedule(facts.run, facts.rate, facts.loop_run, loop.rates),
         ]
         if facts.pretrained is not None:
@@ -57,13 +58,15 @@ class Oracle:
             checks.append(plain.check_initial(facts.initial))
         if {name for name, _ in plain.model.named_parameters()} != set(without_factors(facts.initial)):
             return checks  # a different model: later checks would only repeat that
+        if not data.ok and not isinstance(both[0], Stream):
+            return checks  # samples that are not of the corpus: there is nothing to judge losses by
         checks.append(self._updates(facts, plain, both[0]))
         checks.append(LossJudge(facts=facts, plain=plain, streams=both).check())
-        plain.put({**facts.initial, **_last(facts).weights})
+        plain.put({**facts.initial, **evaluated(_last(facts), facts.loop_run["train"])})
         batch = Batch(fields=dict(both[0].batch_at(range(min(EXPORTED_ROWS, both[0].num_rows)))))
         return [*checks, check_export(loop.export, asked, facts.run["data"], plain, batch)]
 
-    def _updates(self, facts: RunFacts, plain: PlainModel, stream: Stream | SampleStream) -> Check:
+    def _updates(self, facts: RunFacts, plain: PlainModel, stream: AnyStream) -> Check:
         """Check updates. A bias of routers that the run moves without a gradient has a check of its own."""
         if self._untrained is None:
             plain.put(facts.initial)
@@ -79,16 +82,31 @@ class Oracle:
             initial = {name: plain.at_rest(name, value, saved[name].dtype) for name, value in initial.items()}
         return check_updates(facts.loop_run["train"], initial, facts.loop, untrained=self._untrained)
 
-    def _read_again(self, facts: RunFacts) -> Beginning | str:
-        if facts.corpus.counted is not None:
+    def _data(self, facts: RunFacts) -> tuple[tuple[AnyStream, AnyStream | None], Check]:
+        """The rows of training and held out, and the check of the data."""
+        corpus = facts.corpus
+        if isinstance(corpus, CorpusFacts):
+            alone = _streams(facts.run["data"], corpus)
+            again = self._read_again(facts.run["data"], corpus)
+            return alone, check_data(facts.run, corpus, again, alone, dp_degree=facts.dp_degree)
+        each = [_streams(source.data, source.corpus) for source in corpus.sources]
+        training = MixedStream(share=corpus.training, sources=[SourceRows(one) for one, _ in each])
+        others = [SourceRows(one) for _, one in each if one is not None]
+        held_out = None if corpus.held_out is None else MixedStream(share=corpus.held_out, sources=others)
+        read = [self._read_again(source.data, source.corpus) for source in corpus.sources]
+        both, unseen = (training, held_out), [one for _, one in each]
+        return both, check_mixed(facts.run, corpus, read, both, unseen, dp_degree=facts.dp_degree)
+
+    def _read_again(self, data: Tables, corpus: CorpusFacts) -> Beginning | str:
+        if corpus.counted is not None:
             return "samples are checked by their own"
-        if self._beginning is None:
+        key = str(data)
+        if key not in self._beginnings:
             try:
-                end = facts.corpus.end_of_document
-                self._beginning = read_beginning(facts.run["data"], end_of_document=end)
+                self._beginnings[key] = read_beginning(data, end_of_document=corpus.end_of_document)
             except NotReadAgainError as reason:
-                self._beginning = str(reason)
-        return self._beginning
+                self._beginnings[key] = str(reason)
+        return self._beginnings[key]
 
 
 def _plain_of(config: Any, adapter: Tables, objective: NextTokenFormula) -> PlainModel:
@@ -101,8 +119,13 @@ def _last(facts: RunFacts) -> Saved:
     return facts.loop.saved(max(facts.loop.saved_steps))
 
 
-def _stream(facts: RunFacts, share: RankShare) -> Stream | SampleStream:
-    data, corpus = facts.run["data"], facts.corpus
+def _streams(data: Tables, corpus: CorpusFacts) -> tuple[Stream | SampleStream, Stream | SampleStream | None]:
+    """Training and held out."""
+    held_out = None if corpus.held_out is None else _stream(data, corpus, corpus.held_out)
+    return _stream(data, corpus, corpus.training), held_out
+
+
+def _stream(data: Tables, corpus: CorpusFacts, share: RankShare) -> Stream | SampleStream:
     if corpus.counted is not None:
         is_text = data["format"] == "text"
         return (PairStream if data["format"] == "preference" else SampleStream)(

@@ -16,8 +16,10 @@ import numpy as np
 import torch
 
 from weft.verify.oracle.facts import LoopFacts, RunFacts, Saved, Tensors
+from weft.verify.oracle.mixtures import MixedStream
 from weft.verify.oracle.model import Batch, Loss, PlainModel
 from weft.verify.oracle.samples import SampleStream
+from weft.verify.oracle.schedule_free import evaluated
 from weft.verify.oracle.streams import IGNORED, Stream
 from weft.verify.oracle.updates import OracleUpdate, recovered_gradients
 from weft.verify.tolerances import SLACK, SUM_ROUNDINGS, UNIT_ROUNDOFF, envelope, scalar_bound
@@ -28,6 +30,8 @@ PLAIN = 4.0 * SUM_ROUNDINGS * UNIT_ROUNDOFF["float32"]  # relative: float32 forw
 DIFFERENCE = 32.0 * UNIT_ROUNDOFF["float32"]  # of the sums that the loss of a pair is a small difference of
 GRADIENT_TOLERANCE = 1e-3  # of the norm of all gradients, in float32
 LOW_SHARE = 0.25  # of a roundoff: minimum effect of a low-precision forward on an evaluation
+
+AnyStream = Stream | SampleStream | MixedStream
 
 
 class WrongLossError(Exception):
@@ -44,7 +48,7 @@ class LossJudge:
 
     facts: RunFacts
     plain: PlainModel
-    streams: tuple[Stream | SampleStream, Stream | SampleStream | None]
+    streams: tuple[AnyStream, AnyStream | None]
 
     def check(self) -> Check:
         if self.plain.draws_buffers:
@@ -130,7 +134,7 @@ class LossJudge:
         parts = [indices[at : at + self.rows] for at in range(0, len(indices), self.rows)]
         self.plain.put(self.facts.initial)
         batches = [self.plain.with_reference(Batch(fields=dict(stream.batch_at(part)))) for part in parts]
-        self.plain.put({**self.facts.initial, **loop.saved(step).weights})
+        self.plain.put({**self.facts.initial, **evaluated(loop.saved(step), self.facts.loop_run["train"])})
         found = self._mean(batches)
         how, value = self._how(found), found.value
         allowed = _rounding(found) + self._low_share(batches, value)
@@ -184,7 +188,7 @@ class LossJudge:
         read = self.facts.corpus.training.batch(position, dp_rank=0, dp_degree=1)
         epochs = self.facts.loop_run["data"].get("epochs")
         left = self.rows if epochs is None else min(self.rows, epochs * stream.num_rows - position)
-        if isinstance(stream, SampleStream):
+        if not isinstance(stream, Stream):
             stream.require_known(read, left, place=f"the batch of step {step}")
             return Batch(fields=dict(read))
         rows = []

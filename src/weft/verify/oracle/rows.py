@@ -5,6 +5,7 @@ A long epoch is checked in evenly spaced windows; a row that occurs twice in any
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.verify.oracle.documents import Beginning
-from weft.verify.oracle.facts import CorpusFacts, RankShare, Rows, Tables
+from weft.verify.oracle.facts import CorpusFacts, MixtureFacts, RankShare, Rows, Tables
+from weft.verify.oracle.mixtures import MixedStream, check_mixture
 from weft.verify.oracle.pairs import PairStream, check_pairs_again
 from weft.verify.oracle.samples import SampleStream, WrongSampleError, check_epoch, check_rendered, check_shares
 from weft.verify.oracle.streams import IGNORED, MOST_ROWS, Hashes, Stream, windows
@@ -71,6 +73,33 @@ def _check_samples(
         finding = Finding(rule=RULE, expected=wrong.expected, found=wrong.found, coordinates=wrong.place)
         return Check.failed(NAME, finding)
     return Check.passed(NAME, "; ".join(details))
+
+
+def check_mixed(
+    run: Tables,
+    facts: MixtureFacts,
+    beginnings: Sequence[Beginning | str],
+    streams: tuple[MixedStream, MixedStream | None],
+    held_out: Sequence[Stream | SampleStream | None],
+    *,
+    dp_degree: int,
+) -> Check:
+    """Check each source of a mixture as data of its own, then the rows that are drawn from them."""
+    details = []
+    for source, beginning, training, other in zip(facts.sources, beginnings, streams[0].sources, held_out, strict=True):
+        alone = check_data(
+            {**run, "data": source.data}, source.corpus, beginning, (training.stream, other), dp_degree=dp_degree
+        )
+        if not alone.ok:
+            return alone
+        details.append(f"{source.data['source']}: {alone.detail}")
+    rows, epochs = int(run["train"]["global_batch"]), run["data"].get("epochs")
+    try:
+        drawn = check_mixture(facts, *streams, rows=rows, num_epochs=epochs, dp_degree=dp_degree)
+    except WrongSampleError as wrong:
+        finding = Finding(rule=RULE, expected=wrong.expected, found=wrong.found, coordinates=wrong.place)
+        return Check.failed(NAME, finding)
+    return Check.passed(NAME, "; ".join([drawn, *details]))
 
 
 def _check_stored(corpus: CorpusFacts, beginning: Beginning | str) -> str:

@@ -59,6 +59,12 @@ class SampleStream:
         """Every sample that fits, or what truncation leaves of it, with its count."""
         return self._known[0]
 
+    @property
+    def num_inputs(self) -> int:
+        """Positions that samples fill."""
+        counts, places = self._known
+        return sum(counts[key] * (end - begin - 1) for key, (begin, end) in places.items())
+
     @cached_property
     def _known(self) -> tuple[Counter[Key], dict[Key, tuple[int, int]]]:
         """The samples, and where in the corpus each is."""
@@ -82,11 +88,7 @@ class SampleStream:
 
     def batch_at(self, indices: Sequence[int]) -> Rows:
         """So many samples of the run from the first on, as it reads them; each must be known."""
-        read = [self.share.batch(indices[0], dp_rank=0, dp_degree=1)]
-        step = len(read[0]["labels"]) // self.rows_per_sample
-        read += [self.share.batch(at, dp_rank=0, dp_degree=1) for at in indices[step::step]]
-        count = len(indices) * self.rows_per_sample
-        fields = {key: np.concatenate([part[key] for part in read])[:count] for key in read[0]}
+        fields = read_samples(self.share, indices, rows_per_sample=self.rows_per_sample)
         self.require_known(fields, len(indices), place=f"sample {indices[0]}")
         return fields
 
@@ -157,6 +159,15 @@ class SampleStream:
         return "a sample of the corpus"
 
 
+def read_samples(share: RankShare, indices: Sequence[int], *, rows_per_sample: int = 1) -> Rows:
+    """The rows of so many samples of the run, from the first index on."""
+    read = [share.batch(indices[0], dp_rank=0, dp_degree=1)]
+    step = len(read[0]["labels"]) // rows_per_sample
+    read += [share.batch(at, dp_rank=0, dp_degree=1) for at in indices[step::step]]
+    count = len(indices) * rows_per_sample
+    return {key: np.concatenate([part[key] for part in read])[:count] for key in read[0]}
+
+
 def check_epoch(stream: SampleStream, *, rows: int, num_epochs: int | None, dp_degree: int) -> str:
     """Check that an epoch has every sample once, that data ends without labels, and the shares of ranks.
 
@@ -168,27 +179,33 @@ def check_epoch(stream: SampleStream, *, rows: int, num_epochs: int | None, dp_d
             batch = stream.share.batch(position, dp_rank=0, dp_degree=1)
             found += stream.require_known(batch, min(rows, end - position), place=f"sample {position}")
             if len(spans) == 1 or position == begin:
-                _require_shares(stream, batch, position, dp_degree=dp_degree)
+                require_shares(stream.share, batch, position, dp_degree=dp_degree)
     often = found - stream.samples
     missing = stream.samples - found if len(spans) == 1 else Counter[Key]()
     for wrong in (*often, *missing):
         counts = f"{stream.samples[wrong]} times", f"{found[wrong]} times"
         raise WrongSampleError(*counts, place=f"an epoch, the sample {stream.shown(wrong)}")
-    if num_epochs is not None:
-        total = num_epochs * stream.num_rows
-        last = (total - 1) // rows * rows
-        labels = stream.share.batch(last, dp_rank=0, dp_degree=1)["labels"]
-        if (labels[(total - last) * stream.rows_per_sample :] != IGNORED).any():
-            raise WrongSampleError("no labels in the rows that pad a last batch", "labels", place=f"sample {last}")
+    require_end(stream.share, rows=rows, num_epochs=num_epochs, rows_per_sample=stream.rows_per_sample)
     if len(spans) == 1:
         return f"every sample of an epoch once: {found.total()} in {stream.num_rows} rows"
     num_read = sum(end - begin for begin, end in spans)
     return f"no sample of an epoch too often: {found.total()} in {num_read} of {stream.num_rows} rows"
 
 
-def _require_shares(stream: SampleStream, batch: Rows, position: int, *, dp_degree: int) -> None:
+def require_end(share: RankShare, *, rows: int, num_epochs: int | None, rows_per_sample: int = 1) -> None:
+    """Check that data that ends fills its last batch with rows without labels."""
+    if num_epochs is None:
+        return
+    total = num_epochs * share.num_rows
+    last = (total - 1) // rows * rows
+    labels = share.batch(last, dp_rank=0, dp_degree=1)["labels"]
+    if (labels[(total - last) * rows_per_sample :] != IGNORED).any():
+        raise WrongSampleError("no labels in the rows that pad a last batch", "labels", place=f"sample {last}")
+
+
+def require_shares(share: RankShare, batch: Rows, position: int, *, dp_degree: int) -> None:
     """Check that the ranks' rows, one after the other, are the global batch."""
-    parts = [stream.share.batch(position, dp_rank=rank, dp_degree=dp_degree) for rank in range(dp_degree)]
+    parts = [share.batch(position, dp_rank=rank, dp_degree=dp_degree) for rank in range(dp_degree)]
     for key, values in batch.items():
         if not np.array_equal(np.concatenate([part[key] for part in parts]), values):
             raise WrongSampleError(f"{key} of the global batch", "others", place=f"sample {position} over ranks")

@@ -7,6 +7,7 @@ The gradient g of an update follows from its moments, m' = b1 m + (1 - b1) g, so
     sgd     u' = mu u + g + wd w, w' = w - lr u'
     lion    w' = w (1 - lr wd) - lr sign(b1 m + (1 - b1) g), m' = b2 m + (1 - b2) g
     muon    m' = mu m + (1 - mu) g, w' = w (1 - lr wd) - lr scale NS((1 - mu) g + mu m') for matrices, adamw for others
+    schedule_free  see `schedule_free`
     clip    |g| over all parameters is min(1, c / (n + 1e-6)) n, where n is the norm that was recorded
 
 Matrices decay, vectors do not, and [[train.groups]] says otherwise by name. Parameters without a gradient keep their
@@ -24,6 +25,7 @@ import torch
 
 from weft.verify.oracle.facts import LoopFacts, Saved, Tables, Tensors
 from weft.verify.oracle.schedule import rate_of
+from weft.verify.oracle.schedule_free import FreeUpdate
 from weft.verify.tolerances import UNIT_ROUNDOFF
 from weft.verify.verdict import Check, Finding
 
@@ -116,6 +118,9 @@ def recovered_gradients(update: OracleUpdate, names: Mapping[str, object] | Tens
         if is_matrix(update, name):
             mu, (momentum, before) = float(train["muon_momentum"]), _momenta(update, name)
             found[name] = (momentum - mu * before) / (1.0 - mu)
+        elif train["optimizer"] == "schedule_free":
+            free = _free(update, name)
+            found |= {} if free is None else {name: free.gradient()}
         elif train["optimizer"] == "sgd":
             new, old = _state(update.after, name, "momentum_buffer"), _state(update.before, name, "momentum_buffer")
             if new is None:  # without momentum
@@ -142,7 +147,7 @@ def _wrong(update: OracleUpdate, initial: Tensors) -> Finding | None:
         expected = _expected(update, name, gradients)
         if expected is None:
             return _finding(update, name, "optimizer states in the checkpoint", "none")
-        wrong = _off(update, name, *expected) or _wrong_average(update, name)
+        wrong = _wrong_base(update, name) or _off(update, name, *expected) or _wrong_average(update, name)
         if wrong is not None:
             return wrong
     total = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))
@@ -166,6 +171,9 @@ def _expected(update: OracleUpdate, name: str, gradients: Tensors) -> tuple[torc
         return weight, -rate * buffer
     if is_matrix(update, name):
         return weight, _muon(update, name, gradients[name]) - rate * decay * weight
+    if train["optimizer"] == "schedule_free":
+        free, total = _free(update, name), _state(update.after, name, "weight_sum")
+        return None if free is None or total is None else (weight, free.change(weight_sum=float(total)))
     first, second = (float(beta) for beta in train["betas"])
     if train["optimizer"] == "lion":
         return _lion(update, name, gradients[name])
@@ -181,6 +189,37 @@ def _expected(update: OracleUpdate, name: str, gradients: Tensors) -> tuple[torc
     denominator = (square / (1.0 - second**update.count)).sqrt() + float(train["epsilon"])
     added = -rate * moment / (1.0 - first**update.count) / denominator
     return weight, added - (0.0 if is_coupled else rate * decay * weight)
+
+
+def _free(update: OracleUpdate, name: str) -> FreeUpdate | None:
+    """The update by schedule-free AdamW; None if states are missing."""
+    weight, train = update.before.weights[name].double(), update.train
+    old, square = _state(update.before, name, "z"), _state(update.before, name, "exp_avg_sq")
+    new, new_square = _state(update.after, name, "z"), _state(update.after, name, "exp_avg_sq")
+    if new is None or new_square is None:
+        return None
+    first, second = (float(beta) for beta in train["betas"])
+    return FreeUpdate(
+        y=weight, z=weight if old is None else old, new_z=new,
+        v=torch.zeros_like(weight) if square is None else square, new_v=new_square,
+        rate=update.rate_of(name), decay=update.decay(name, weight),
+        betas=(first, second), epsilon=float(train["epsilon"]), count=update.count,
+    )  # fmt: skip
+
+
+def _wrong_base(update: OracleUpdate, name: str) -> Finding | None:
+    """A wrong step of z, or a wrong sum of squared rates, which weighs it in the average."""
+    free = _free(update, name) if update.train["optimizer"] == "schedule_free" else None
+    if free is None:
+        return None
+    odd, old = free.wrong_bases(), _state(update.before, name, "weight_sum")
+    if int(odd.sum()) > ODD_SHARE * odd.numel():
+        found = f"another: {int(odd.sum())} of {odd.numel()} elements are off"
+        return _finding(update, name, "a step of z by the gradient that v shows", found)
+    expected, found_sum = (0.0 if old is None else float(old)) + free.rate**2, _state(update.after, name, "weight_sum")
+    if found_sum is None or not abs(float(found_sum) - expected) <= 1e-9 * expected:
+        return _finding(update, name, f"a sum of squared rates of {expected:.6g}", str(found_sum))
+    return None
 
 
 def _lion(update: OracleUpdate, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
