@@ -1,9 +1,10 @@
 """Time until `weft ui` has drawn its first page, and the server's memory, over many long runs, in a real browser.
 
-    python benchmarks/ui.py [--runs 50] [--steps 100000] [--folder FOLDER]
+    python benchmarks/ui.py [--runs 50] [--steps 100000] [--folder FOLDER] [--times 5]
 
-Cold: without an index of the metrics, so that curves are first drawn from samples. Warm: a second server on the same
-folder. Time counts from the request of the page to the end of the first drawing of all loss curves.
+Cold: without an index of the metrics, so that curves are first drawn from samples. Warm: a new server and a new browser
+on the same folder, after the index was made. Each so many times. Time counts from the request of the page to the first
+drawing of all loss curves on the screen, and to the chart that answers to the mouse.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,6 +37,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--times", type=int, default=5)
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = chosen.folder or Path(scratch) / "runs"
@@ -42,9 +45,18 @@ def main() -> None:
             write_run(folder / f"run-{number:02d}", steps=chosen.steps, seed=number)
         total = sum(path.stat().st_size for path in folder.glob("*/metrics.jsonl"))
         print(f"{chosen.runs} runs of {chosen.steps:,} steps, {total / 2**20:,.0f} MiB of metrics")
+        cold = [measure(folder, Path(scratch) / f"cold-{number}") for number in range(chosen.times)]
+        show("cold", cold)
         cache = Path(scratch) / "cache"
-        for name in ("cold", "warm"):
-            print(json.dumps({name: measure(folder, cache, wait_for_index=name == "cold")}, indent=1), flush=True)
+        show("index", [measure(folder, cache, wait_for_index=True)])
+        show("warm", [measure(folder, cache) for _ in range(chosen.times)])
+
+
+def show(name: str, found: list[dict[str, float]]) -> None:
+    """The median and all values, with the processes that were ready to run."""
+    rows = {key: [round(one[key], 2) for one in found] for key in found[0]}
+    print(json.dumps({name: {key: {"median": statistics.median(row), "all": row} for key, row in rows.items()}}))
+    sys.stdout.flush()
 
 
 def write_run(path: Path, *, steps: int, seed: int) -> None:
@@ -69,7 +81,7 @@ def write_run(path: Path, *, steps: int, seed: int) -> None:
     (path / "plan.toml").write_text(Plan.from_tables({"mesh": {"dp_shard": 2}}).to_toml())
 
 
-def measure(folder: Path, cache: Path, *, wait_for_index: bool) -> dict[str, float]:
+def measure(folder: Path, cache: Path, *, wait_for_index: bool = False) -> dict[str, float]:
     with serving(folder, cache) as (url, process), Chromium(width=1400, height=1000) as browser:
         browser_before_s = sum(map(processor_seconds, browser.processes()))
         imports_s = processor_seconds(process.pid)
@@ -80,17 +92,20 @@ def measure(folder: Path, cache: Path, *, wait_for_index: bool) -> dict[str, flo
         browser_s = sum(map(processor_seconds, browser.processes())) - browser_before_s
         server_s = processor_seconds(process.pid)
         drawn_ms = browser.run("performance.getEntriesByName('drawn')[0].startTime")
-        index_s = 0.0
+        browser.wait_for("document.body.dataset.ready === '1'")
+        ready_ms = browser.run("performance.getEntriesByName('ready')[0].startTime")
+        load, index_s = os.getloadavg()[0], 0.0
         if wait_for_index:
             script = "fetch('/api/runs').then(r => r.json()).then(f => f.read_bytes >= f.size_bytes)"
             while not browser.run(script):
                 time.sleep(0.2)
             index_s = time.perf_counter() - began_s
             browser.wait_for("!document.getElementById('state').textContent.includes('reading')")
-        browser.run("new Promise(done => setTimeout(done, 7000))")  # two refreshes with all charts
+            browser.run("new Promise(done => setTimeout(done, 7000))")  # two refreshes with all charts
         assert not browser.errors, browser.errors
         return {
-            "first_drawing_s": drawn_ms / 1e3, "with_navigation_s": outside_s, "index_s": index_s,
+            "first_drawing_s": drawn_ms / 1e3, "answers_to_the_mouse_s": ready_ms / 1e3,
+            "with_navigation_s": outside_s, "index_s": index_s, "load": load,
             "processor_s_of_browser": browser_s,
             "processor_s_of_server": server_s - imports_s,
             "server_peak_rss_mib": peak_rss(process.pid), "server_rss_mib": peak_rss(process.pid, key="VmRSS"),

@@ -20,6 +20,7 @@ def ui(
     The page is on this machine only, needs no network, and changes nothing in the runs. Ctrl-C ends it.
     """
     import os
+    import threading
 
     from weft.ui.runs import require_folder
 
@@ -31,6 +32,7 @@ def ui(
     answers = PageData(folder, (Path(base) if base else Path.home() / ".cache") / "weft" / "ui")
     server = PageServer(answers, port=port)
     with contextlib.suppress(KeyboardInterrupt):
+        threading.Thread(target=answers.prepare, name="first curves", daemon=True).start()
         answers.indexer.start()
         print(f"open {server.url}", file=sys.stderr, flush=True)
         if not no_browser:

@@ -42,6 +42,19 @@ class MetricsIndex:
         self._load()
 
     @property
+    def is_read(self) -> bool:
+        """Whether `rows` has no samples."""
+        return self._size() - self._offset <= CHUNK_BYTES
+
+    def file_state(self) -> tuple[int, ...]:
+        """Of the metrics file: another one, or a change, has another state."""
+        try:
+            found = self.source.stat()
+        except OSError:
+            return ()
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+    @property
     def state(self) -> tuple[int, int]:
         """Changes whenever `rows` would."""
         return self._offset, self._size()

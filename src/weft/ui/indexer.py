@@ -33,6 +33,11 @@ class Indexer:
         self._idle.set()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
 
+    @property
+    def folder(self) -> Path:
+        """Of the cache."""
+        return self._cache.path
+
     def start(self) -> None:
         self._thread.start()
 

@@ -33,6 +33,7 @@ SCRIPT, STYLE, HTML, JSON = "text/javascript", "text/css", "text/html", "applica
 PAGE_FILES = {
     "/": ("weft.ui", "page/index.html", HTML),
     "/page.js": ("weft.ui", "page/page.js", SCRIPT),
+    "/quick.js": ("weft.ui", "page/quick.js", SCRIPT),
     "/plans.js": ("weft.ui", "page/plans.js", SCRIPT),
     "/plotly.js": ("weft.report", "vendor/plotly.min.js", SCRIPT),
 }
@@ -101,13 +102,14 @@ class _Handler(BaseHTTPRequestHandler):
         answers = self.server.answers
         data = {
             "/api/runs": lambda: answers.table(),
-            "/api/curves": lambda: answers.curves(query),
             "/api/plan": lambda: answers.plan(query),
             "/api/best": lambda: answers.best(query),
             "/api/choices": lambda: {**choices(), "palette": PALETTE},
         }
         if path in data:
             self._send(HTTPStatus.OK, _json(data[path]()), JSON)
+        elif path == "/api/curves":
+            self._send(HTTPStatus.OK, answers.curves(query).encode(), JSON)
         elif path == "/report":
             page = answers.report(next(iter(query.get("run", ())), ""))
             self._send(HTTPStatus.OK, page.encode(), HTML, policy="frame-ancestors 'self'")

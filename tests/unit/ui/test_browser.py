@@ -32,6 +32,26 @@ pytestmark = [
 PLANS = {"ddp": {"mesh": {"dp_replicate": 2}}, "zero-3": {"data_parallel": {"zero": 3}, "mesh": {"dp_shard": 2}}}
 
 
+SPIKE = """(() => {
+    const box = document.body.appendChild(document.createElement("div"));
+    Object.assign(box.style, { width: "600px", height: "300px" });
+    const x = Array.from({ length: 500 }, (_, place) => place), y = x.map((place) => (place === 250 ? 10 : 0));
+    const trace = { mode: "lines", x, y, line: { color: "rgb(255, 0, 0)", width: 2 } }, black = "rgb(0, 0, 0)";
+    quick.draw(box, [trace], ["step", "loss"], { text: black, grid: black });
+    const canvas = box.firstChild, columns = [], rows = [];
+    let spike = null;
+    const { data, width } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+    for (let at = 0; at < data.length; at += 4) {
+        if (data[at] < 200 || data[at + 1] > 50) continue;
+        columns.push(at / 4 % width);
+        rows.push(Math.floor(at / 4 / width));
+        if (spike === null) spike = columns.at(-1);
+    }
+    const ends = (values) => [Math.min(...values), Math.max(...values)];
+    window.red = { columns: ends(columns), rows: ends(rows), spike };
+})()"""
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     for number, (name, rate) in enumerate([("ddp", 3e-4), ("zero-3", 3e-4), ("zero-3-warm", 1e-3)]):
@@ -112,6 +132,30 @@ def test_runs_are_listed_drawn_compared_and_followed(browser: Chromium, url: str
     assert "2,000 steps" in browser.run(f"{frame}.body.textContent")
     origins = browser.run("performance.getEntriesByType('resource').map(e => new URL(e.name).origin)")
     assert set(origins) == {browser.run("location.origin")}
+
+
+def test_the_first_drawing_waits_for_no_library(browser: Chromium, url: str) -> None:
+    browser.open(url)
+    browser.wait_for("document.body && document.body.dataset.ready === '1'")
+    drawn, asked = (
+        browser.run(f"performance.{found}[0].startTime")
+        for found in (
+            "getEntriesByName('drawn')",
+            "getEntriesByType('resource').filter(e => e.name.endsWith('plotly.js'))",
+        )
+    )
+    assert drawn < asked
+    assert browser.run("document.querySelectorAll('canvas.quick').length") == 0  # plotly's chart is in its place
+
+
+def test_the_first_drawing_has_every_spike(browser: Chromium, url: str) -> None:
+    browser.open(url)
+    browser.wait_for("document.body && document.body.dataset.drawn === '1'")
+    browser.run(SPIKE)
+    found = browser.run("window.red")
+    assert found["columns"] == pytest.approx([62, 600 - 14], abs=3)
+    assert found["rows"] == pytest.approx([10 + 248 * 0.5 / 11, 258 - 248 * 0.5 / 11], abs=4)
+    assert found["spike"] == pytest.approx(62 + 524 * 250 / 499, abs=3)
 
 
 def test_the_plan_explorer_answers_while_sliders_move(browser: Chromium, url: str) -> None:

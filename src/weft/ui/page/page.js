@@ -18,11 +18,9 @@ const weft = (function () {
   const STATUS = { finished: "good", done: "good", running: "shard", stopped: "warn", failed: "bad" };
   const COLOURS = ["blue", "orange", "teal", "purple", "slate", "rose", "gold", "sky", "moss", "brick"];
   const OVER = { step: "step", tokens: "tokens", time: "seconds" };
-  const MANY = 12; // runs: beyond, smoothed curves are drawn without the raw ones below them
-  const plotly = new Promise((done) => { window.addEventListener("load", done); });
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const style = getComputedStyle(document.documentElement);
-  const state = { runs: [], chosen: null, sort: "updated", down: true, charts: new Map(), drawn: false };
+  const state = { runs: [], chosen: null, sort: "updated", down: true, charts: new Map(), drawn: false, plotly: null };
 
   function id(name) { return document.getElementById(name); }
   function colour(name) { return style.getPropertyValue(`--${name}`).trim(); }
@@ -55,6 +53,14 @@ const weft = (function () {
     const found = reply.headers.get("Content-Type").startsWith("application/json") ? await reply.json() : { message: await reply.text() };
     if (!reply.ok) throw new Error(found.message);
     return found;
+  }
+
+  /* Plotly, when it is loaded: after the first drawing, which does without. */
+  function plotly() {
+    state.plotly ??= new Promise((done, failed) => {
+      document.head.append(element("script", undefined, { src: "/plotly.js", onload: done, onerror: failed }));
+    });
+    return state.plotly;
   }
 
   /* The table */
@@ -142,11 +148,11 @@ const weft = (function () {
     const value = isPerplexity ? Math.exp : (one) => one;
     const found = [];
     for (const curve of curves) {
-      const mode = curve.x.length > 1 ? "lines" : "markers";
+      const mode = curve.mean_x.length > 1 ? "lines" : "markers";
       const base = { type: "scatter", mode, name: curve.run, marker: { color: colourOf(curve.run) } };
       const line = { color: colourOf(curve.run), width: weight ? 1 : 1.6, simplify: false };
       const isFaint = weight > 0 && curve.mean_y.length > 2 && field !== "eval_loss";
-      if (!isFaint || curves.length <= MANY) found.push({ ...base, x: curve.x, y: curve.y.map(value), line, opacity: isFaint ? 0.25 : 1, hoverinfo: isFaint ? "skip" : "all" });
+      if (curve.x.length) found.push({ ...base, x: curve.x, y: curve.y.map(value), line, opacity: isFaint ? 0.25 : 1, hoverinfo: isFaint ? "skip" : "all" });
       if (isFaint) {
         const y = smooth(curve.mean_x, curve.mean_y.map(value), weight);
         found.push({ ...base, x: curve.mean_x, y, line: { ...line, width: 2 } });
@@ -204,7 +210,7 @@ const weft = (function () {
     if (!chart.visible && chart.field !== "loss") return;
     const runs = state.runs.filter((run) => state.chosen.has(run.name));
     const query = new URLSearchParams({ field: chart.field, x: id("over").value, log: id("log-x").checked ? "1" : "0" });
-    query.set("width", String(runs.length > MANY ? 300 : 700));
+    if (Number(id("smoothing").value) > 0 && chart.field !== "eval_loss") query.set("smoothed", "1"); // of many runs, means are enough
     if (chart.range) { query.set("low", chart.range[0]); query.set("high", chart.range[1]); }
     for (const run of runs) query.append("run", run.name);
     const key = `${query} ${runs.map((run) => run.size)} ${state.read}`;
@@ -220,14 +226,22 @@ const weft = (function () {
   }
 
   async function redraw(chart) {
-    await plotly; // its script is read while the first curves are on their way
     const isPerplexity = id("perplexity").checked && chart.field.endsWith("loss");
     const title = isPerplexity ? chart.title.replace(/loss/i, "perplexity") : chart.title;
     chart.figure.querySelector("h3").textContent = title;
+    if (!window.Plotly && !id("log-x").checked && !id("log-y").checked) {
+      const titles = [OVER[id("over").value], title.toLowerCase()];
+      quick.draw(chart.box, traces(chart.field, chart.curves), titles, { text: colour("muted"), grid: colour("line") });
+      if (!state.drawn) requestAnimationFrame(() => setTimeout(markDrawn)); // when it is on the screen
+    }
+    if (state.drawn || id("log-x").checked || id("log-y").checked) await plotly();
+    if (!window.Plotly) return;
+    if (chart.box.firstChild?.className === "quick") chart.box.replaceChildren();
     const config = { responsive: true, displayModeBar: false };
     Plotly.react(chart.box, traces(chart.field, chart.curves), layout(chart.field, title.toLowerCase()), config).then(() => {
       if (!chart.isTied) { chart.isTied = true; chart.box.on("plotly_relayout", (change) => zoom(chart, change)); }
-      if (!state.drawn) { state.drawn = true; performance.mark("drawn"); document.body.dataset.drawn = "1"; afterFirst(); }
+      if (!state.drawn) markDrawn();
+      if (chart.field === "loss" && !document.body.dataset.ready) { performance.mark("ready"); document.body.dataset.ready = "1"; }
     });
   }
 
@@ -240,7 +254,11 @@ const weft = (function () {
     drawChart(chart);
   }
 
-  function afterFirst() {
+  function markDrawn() {
+    if (state.drawn) return;
+    state.drawn = true;
+    performance.mark("drawn");
+    document.body.dataset.drawn = "1";
     drawCharts();
   }
 
@@ -290,5 +308,5 @@ const weft = (function () {
   dark.addEventListener("change", drawCharts);
   refresh().catch((error) => say(error.message));
   setTimeout(keepFresh, REFRESH_MS);
-  return { ask, id, element, colour, bytes, seconds, short, percent, COLOURS };
+  return { plotly, ask, id, element, colour, bytes, seconds, short, percent, COLOURS };
 })();

@@ -1,7 +1,7 @@
 /* The plan explorer: sliders on the left of a question, the planner's memory and time bars as its answer. */
 "use strict";
 (function () {
-  const { ask, id, element, colour, bytes, seconds, short, percent, COLOURS } = weft;
+  const { plotly, ask, id, element, colour, bytes, seconds, short, percent, COLOURS } = weft;
   const POWERS = Array.from({ length: 11 }, (_, place) => 2 ** place);
   const SLIDERS = [ // key, words, values, first
     ["tp", "tensor", POWERS.slice(0, 7), 1], ["pp", "pipeline", POWERS.slice(0, 7), 1], ["cp", "context", POWERS.slice(0, 7), 1],
@@ -106,7 +106,7 @@
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", legend: { orientation: "h", traceorder: "normal", y: -0.45 },
       xaxis: { ...axis, title: { text: unit }, rangemode: "tozero" }, yaxis: { ...axis, showticklabels: false },
     };
-    Plotly.react(box, data, layout, { responsive: true, displayModeBar: false }).then(() => { id(box).dataset.drawn = "1"; });
+    plotly().then(() => Plotly.react(box, data, layout, { responsive: true, displayModeBar: false })).then(() => { id(box).dataset.drawn = "1"; });
   }
 
   document.addEventListener("view", (event) => {
