@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from weft.report.folder import METRICS
 from weft.ui.index import MetricsIndex
 
 POLL_S = 1.0
+SAMPLES_S = 4.0  # after the start samples stand for large files: the browser's first drawing has the machine to itself
 BREATH_S = 0.002  # between chunks: the interpreter's lock is free for a request
 
 
@@ -28,7 +30,7 @@ class Indexer:
         self._cache = _own_folder(cache)
         self._indexes: dict[Path, MetricsIndex] = {}
         self._lock = threading.Lock()
-        self._num_requests = 0
+        self._num_requests, self._samples_until = 0, 0.0
         self._ended, self._idle = threading.Event(), threading.Event()
         self._idle.set()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
@@ -39,6 +41,7 @@ class Indexer:
         return self._cache.path
 
     def start(self) -> None:
+        self._samples_until = time.monotonic() + SAMPLES_S
         self._thread.start()
 
     def close(self) -> None:
@@ -88,6 +91,8 @@ class Indexer:
             indexes = list(self._indexes.values())
         has_read = False
         for index in indexes:
+            if time.monotonic() < self._samples_until and not index.is_read:
+                continue
             self._idle.wait()
             if self._ended.is_set():
                 return False

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_for
 
-from weft.ui import page_data
+from weft.ui import indexer, page_data
+from weft.ui.index import CHUNK_BYTES
 from weft.ui.page_data import MANY, WIDTH_OF_MANY, PageData
 
 STEPS = 5_000
@@ -103,3 +105,18 @@ def test_what_is_prepared_is_what_the_page_asks_for_first(tmp_path: Path, monkey
     answers.prepare()
     monkeypatch.setattr(page_data, "_curve", None)
     assert curve(answers, field="loss", x="step", log="0", smoothed="1")["x"][-1] == STEPS
+
+
+def test_large_files_are_read_after_the_first_drawing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexer, "SAMPLES_S", 1_000.0)
+    write_run(tmp_path / "runs" / "small", steps=100)
+    write_run(tmp_path / "runs" / "one", steps=CHUNK_BYTES // 30)
+    answers = PageData(tmp_path / "runs", tmp_path / "cache")
+    OPEN.append(answers)
+    large, small = (answers.indexer.open(tmp_path / "runs" / name) for name in ("one", "small"))
+    answers.indexer.start()
+    wait_for(lambda: small.state[0] == small.state[1])
+    assert large.state[0] == 0
+    sampled = curve(answers)
+    assert sampled["sampled"]
+    assert sampled["x"][-1] == CHUNK_BYTES // 30

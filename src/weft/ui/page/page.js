@@ -20,7 +20,7 @@ const weft = (function () {
   const OVER = { step: "step", tokens: "tokens", time: "seconds" };
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const style = getComputedStyle(document.documentElement);
-  const state = { runs: [], chosen: null, sort: "updated", down: true, charts: new Map(), drawn: false, plotly: null };
+  const state = { runs: [], chosen: null, sort: "updated", down: true, charts: new Map(), drawn: false, ready: false, plotly: null };
 
   function id(name) { return document.getElementById(name); }
   function colour(name) { return style.getPropertyValue(`--${name}`).trim(); }
@@ -199,7 +199,7 @@ const weft = (function () {
 
   function drawCharts() {
     for (const [field, title] of QUANTITIES) {
-      if (!state.drawn && field !== "loss") continue; // the first drawing has the machine to itself
+      if (!state.ready && field !== "loss") continue; // the first drawings have the machine to themselves
       const chart = chartOf(field, title);
       chart.figure.hidden = !state.runs.some((run) => state.chosen.has(run.name) && (run.fields || []).includes(field));
       if (!chart.figure.hidden) drawChart(chart);
@@ -229,20 +229,20 @@ const weft = (function () {
     const isPerplexity = id("perplexity").checked && chart.field.endsWith("loss");
     const title = isPerplexity ? chart.title.replace(/loss/i, "perplexity") : chart.title;
     chart.figure.querySelector("h3").textContent = title;
-    if (!window.Plotly && !id("log-x").checked && !id("log-y").checked) {
-      const titles = [OVER[id("over").value], title.toLowerCase()];
-      quick.draw(chart.box, traces(chart.field, chart.curves), titles, { text: colour("muted"), grid: colour("line") });
-      if (!state.drawn) requestAnimationFrame(() => setTimeout(markDrawn)); // when it is on the screen
-    }
-    if (state.drawn || id("log-x").checked || id("log-y").checked) await plotly();
-    if (!window.Plotly) return;
+    if (!state.drawn && !id("log-x").checked && !id("log-y").checked) return drawFirst(chart, title);
+    await plotly();
     if (chart.box.firstChild?.className === "quick") chart.box.replaceChildren();
     const config = { responsive: true, displayModeBar: false };
     Plotly.react(chart.box, traces(chart.field, chart.curves), layout(chart.field, title.toLowerCase()), config).then(() => {
       if (!chart.isTied) { chart.isTied = true; chart.box.on("plotly_relayout", (change) => zoom(chart, change)); }
-      if (!state.drawn) markDrawn();
-      if (chart.field === "loss" && !document.body.dataset.ready) { performance.mark("ready"); document.body.dataset.ready = "1"; }
+      if (!state.ready) markReady();
     });
+  }
+
+  function drawFirst(chart, title) {
+    const titles = [OVER[id("over").value], title.toLowerCase()];
+    quick.draw(chart.box, traces(chart.field, chart.curves), titles, { text: colour("muted"), grid: colour("line") });
+    requestAnimationFrame(() => setTimeout(markDrawn)); // when it is on the screen
   }
 
   function zoom(chart, change) {
@@ -259,6 +259,14 @@ const weft = (function () {
     state.drawn = true;
     performance.mark("drawn");
     document.body.dataset.drawn = "1";
+    drawCharts();
+  }
+
+  function markReady() {
+    state.ready = true;
+    performance.mark("ready");
+    document.body.dataset.ready = "1";
+    markDrawn();
     drawCharts();
   }
 
