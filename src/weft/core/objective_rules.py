@@ -14,7 +14,9 @@ FIXED: dict[str, object] = {"mesh.cp": 1, "tensor_parallel.mode": "1d", "kernels
 FIXED_BY_SCORES: dict[str, object] = {**FIXED, "mesh.tp": 1}
 # and for a teacher, which every rank holds
 FIXED_BY_TEACHER: dict[str, object] = {
-    **dict.fromkeys(("mesh.cp", "mesh.tp", "mesh.pp", "mesh.ep"), 1),
+    **dict.fromkeys(("mesh.cp", "mesh.pp", "mesh.ep"), 1),
+    "tensor_parallel.mode": "1d",
+    "tensor_parallel.loss_parallel": False,
     "kernels.loss": "whole",
 }
 
@@ -53,8 +55,10 @@ def _not_of_layout(plan: Plan, run: RunSpec) -> Iterator[tuple[bool, str, str]]:
     has_score = run.objective.kind == "reward"
     yield has_score and mesh.tp > 1, f"mesh.tp = {mesh.tp}: a scalar head has no vocabulary to shard", "set mesh.tp = 1"
     yield has_score and run.samples.every > 0, "[samples]: a scalar head writes no text", "set samples.every = 0"
-    for axis, size in (("cp", mesh.cp), *((("pp", mesh.pp), ("ep", mesh.ep), ("tp", mesh.tp)) if has_teacher else ())):
+    for axis, size in (("cp", mesh.cp), *((("pp", mesh.pp), ("ep", mesh.ep)) if has_teacher else ())):
         yield size > 1, f"mesh.{axis} = {size}", f"set mesh.{axis} = 1"
+    is_sliced = has_teacher and mesh.tp > 1 and plan.tensor_parallel.loss_parallel
+    yield is_sliced, "tensor_parallel.loss_parallel: a teacher has whole rows of logits", "set it to false"
     flushes = "choose a schedule that flushes, such as 1f1b"
     yield plan.never_flushes, f"pipeline.schedule = {plan.pipeline.schedule!r}", flushes
     is_grid = mesh.tp > 1 and mode != "1d"

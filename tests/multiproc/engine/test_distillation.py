@@ -18,6 +18,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "DDP": {"mesh": {"dp_replicate": 2}, "pipeline": {"microbatches": 2}},
     "ZeRO-1": {"mesh": {"dp_shard": 2}, "data_parallel": {"zero": 1}},
     "ZeRO-3": {"mesh": {"dp_shard": 2}, "data_parallel": {"zero": 3}, "activations": {"policy": "full"}},
+    "tp": {"mesh": {"tp": 2}, "tensor_parallel": {"loss_parallel": False}},
     "HSDP": {"mesh": {"dp_replicate": 2, "dp_shard": 2}, "data_parallel": {"zero": 3}},
 }
 

@@ -88,6 +88,7 @@ DISTILLED: dict[str, tuple[str, Tables]] = {
     "ZeRO-1": ("gpt2", ZERO_1),
     "ZeRO-3": ("qwen3-tied", ZERO_3),
     "HSDP": ("llama", {"mesh": {"dp_replicate": 2, "dp_shard": 2}, "data_parallel": {"zero": 3}}),
+    "tp": ("llama", {"mesh": {"tp": 2}, "tensor_parallel": {"loss_parallel": False}}),
 }
 
 

@@ -87,8 +87,13 @@ def test_a_teacher_of_another_vocabulary_is_named(tmp_path: Path, corpus: Path) 
 @pytest.mark.parametrize("tables", [{"mesh": {"tp": 2}}, {"mesh": {"pp": 2}}, {"mesh": {"cp": 2}}])
 def test_layouts_that_are_not_built_are_named(tables: dict[str, Any], corpus: Path, teacher: str) -> None:
     run = RunSpec.from_tables(run_tables(corpus, settings(teacher)))
-    with pytest.raises(NotBuiltError, match="'distillation' with mesh"):
+    with pytest.raises(NotBuiltError, match=r"'distillation' with (mesh|tensor_parallel.loss_parallel)"):
         require_legal(Plan.from_tables(tables), run)
+
+
+def test_tensor_parallelism_with_whole_rows_of_logits_is_legal(corpus: Path, teacher: str) -> None:
+    run = RunSpec.from_tables(run_tables(corpus, settings(teacher)))
+    require_legal(Plan.from_tables({"mesh": {"tp": 2}, "tensor_parallel": {"loss_parallel": False}}), run)
 
 
 def test_a_teacher_is_needed(corpus: Path) -> None:
