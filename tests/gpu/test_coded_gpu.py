@@ -18,7 +18,7 @@ def test_codes_have_the_bits_of_a_cpu(name: str, count: int) -> None:
     values = torch.randn(4, count, generator=torch.Generator().manual_seed(count)) * torch.logspace(-9, 0, count)
     on_cpu, on_gpu = encode(values, name), encode(values.cuda(), name)
     assert torch.equal(on_gpu.cpu().view(torch.uint8), on_cpu.view(torch.uint8))
-    assert torch.equal(decode(on_gpu, count, name).cpu(), decode(on_cpu, count, name))
+    assert torch.equal(decode(on_gpu, (count,), name).cpu(), decode(on_cpu, (count,), name))
 
 
 @pytest.mark.parametrize("mesh", [{"dp_shard": 4}, {"dp_replicate": 4}, {"dp_shard": 2, "dp_replicate": 2}])
