@@ -41,7 +41,7 @@ from weft.comm.sums import GroupSum
 from weft.core.precision import PrecisionPolicy
 from weft.core.shards import zero_dim
 from weft.engine.dp.coded import CodedAllGather, CodedReduceScatter, errors_of_unit
-from weft.engine.dp.integer_shards import frozen_integers
+from weft.engine.dp.integer_shards import patch_integer_shards
 from weft.engine.dp.pipeline_replicas import sum_bucket
 from weft.engine.dp.secondary import SecondaryAllGather
 from weft.engine.dp.strategy import Strategy
@@ -79,6 +79,7 @@ def shard_units(
 
     `experts`: modules that are units of their own inside their blocks, with the ranks that hold the same experts.
     """
+    patch_integer_shards()
     mixed = MixedPrecisionPolicy()
     if precision.is_low:
         # gradients accumulate in it; `coded.py` rounds what travels
@@ -94,10 +95,9 @@ def shard_units(
     units += [(module, mesh, mixed) for module in (*(model.get_submodule(name) for name in layout.blocks), model)]
     for module, own, policy in units:
         placement = functools.partial(_placement, num_shards=own.size(own.ndim - 1))
-        with frozen_integers():
-            unit = fully_shard(
-                module, mesh=own, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=placement
-            )
+        unit = fully_shard(
+            module, mesh=own, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=placement
+        )
         _require_sums(unit, num_ranks=own.size())
     # torch warns when a sharded module returns a view, since writing into it loses a hook. The objective only reads
     # the root's output; the warning stays on for blocks, whose outputs the model's own code handles.

@@ -189,14 +189,16 @@ class _ProbedModel:
 
 
 @contextmanager
-def replaced_attention(model: nn.Module, attend: Callable[..., Any], *, masks: str) -> Iterator[None]:
-    """Inside, `model` calls `attend`, with masks as those of the implementation `masks`. For a model of one use: it
-    keeps the name of the implementation."""
+def replaced_attention(
+    model: nn.Module, attend: Callable[..., Any], *, masks: str | Callable[..., Any]
+) -> Iterator[None]:
+    """Inside, `model` calls `attend`, with the masks of a function, or of the implementation of a name. For a model of
+    one use: it keeps the name of the implementation."""
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
     AttentionInterface.register(_NAME, attend)
-    AttentionMaskInterface.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS[masks])
+    AttentionMaskInterface.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS[masks] if isinstance(masks, str) else masks)
     configs = {id(config): config for module in model.modules() if (config := vars(module).get("config"))}
     for config in configs.values():
         config._attn_implementation_internal = _NAME
