@@ -25,7 +25,7 @@ from weft.engine.engine import Engine
 from weft.engine.objective import Objective
 from weft.engine.optim.optimizers import OptimizerPolicy
 from weft.engine.preference import objective_of
-from weft.models.adapter.build import run_skeleton, with_adapter
+from weft.models.adapter.build import drawing_device, run_skeleton, with_adapter
 from weft.models.adapter.targets import notes_on_experts
 from weft.models.build import build_config, build_skeleton
 from weft.models.drawn_head import WithDrawnHead
@@ -175,7 +175,7 @@ def base_weights(run: RunSpec, config: Any, *, device: torch.device) -> tuple[We
     """As `weight_source`, of the model without adapters."""
     skeleton = build_skeleton(config, attention=run.model.attention)
     notes = [*_config_notes(run.model, config), *filter(None, [note_on_positions(run, config)])]
-    drawn = InitialWeights(skeleton, describe(skeleton), seed=run.train.seed, device=device)
+    drawn = InitialWeights(skeleton, describe(skeleton), seed=run.train.seed, device=drawing_device(run, device))
     if not reads_weights(run.model):
         return drawn, notes
     folder = model_folder(str(run.model.path), revision=run.model.revision, weights=True)
