@@ -14,7 +14,7 @@ from tiny import build_engine, train_steps
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import weft
-from weft.core.errors import BadValueError, CheckpointError
+from weft.core.errors import BadValueError, CheckpointError, ModelError
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.engine.objective import CausalLanguageModel
@@ -76,6 +76,14 @@ def test_the_parts_are_what_trains(tmp_path: Path) -> None:
     straight = weft.train(run, out=tmp_path / "straight", **given)
     assert straight["run"]["steps"] == 6
     assert _losses(tmp_path / "run") == _losses(tmp_path / "straight")
+
+
+def test_a_model_of_the_callers_own_is_not_judged_by_the_run(tmp_path: Path) -> None:
+    run = RunSpec.from_tables({**RUN, "model": {"type": "gpt2", "config": {"n_positions": 8}}})
+    with pytest.raises(ModelError, match="8 positions"):
+        weft.train(run, out=tmp_path / "run", quiet=True)
+    ledger = weft.train(run, out=tmp_path / "run", model=_model, data=ROWS, quiet=True)
+    assert ledger["run"]["status"] == "finished"
 
 
 def test_rows_are_the_same_on_any_number_of_ranks_and_end() -> None:
