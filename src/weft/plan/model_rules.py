@@ -83,7 +83,7 @@ def _broken(plan: Plan, run: RunSpec | None, names: tuple[str, ...]) -> list[Rea
     if run is None or shape is None:
         return []
     from weft import hardware  # numpy: only a divided model needs it
-    from weft.plan.columns import columns_of
+    from weft.plan.plan_rows import columns_of
     from weft.plan.request import Request, Workload
     from weft.plan.rules import check_plan
 

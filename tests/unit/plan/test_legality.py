@@ -13,8 +13,8 @@ from plan_cases import request_of, tiny_llama
 from weft.core.errors import BatchError, MeshError, NotBuiltError, WeftError
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
-from weft.plan.columns import columns_of
 from weft.plan.legality import RULES, broken_rules, is_legal, require_legal
+from weft.plan.plan_rows import columns_of
 from weft.plan.rules import check_plan
 from weft.schedule import NAMES
 
