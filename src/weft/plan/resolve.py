@@ -166,7 +166,7 @@ def with_mixture_for(devices: Callable[[int], str], run: RunSpec, plan: Plan, *,
     named = devices(plan.num_ranks)
     try:
         if has_own_model:
-            raise ModelError("the model is not of run.model")
+            raise ModelError("the planner has no shape of a model of your own")
         question = ask(run, named, precision=plan.precision.model_dump(exclude_none=True))
     except WeftError as error:
         what = "recompute mixture of a budget" if plan.activations.is_open else "number of offloaded blocks"
