@@ -110,7 +110,7 @@ def test_open_choices_are_no_reason(keys: dict[str, Any]) -> None:
 
 def test_choices_are_not_made_by_the_shape_of_another_model() -> None:
     tables = {"activations": {"policy": "budget"}}
-    with pytest.raises(PlanError, match="cannot choose the recompute mixture.*a model of your own"):
+    with pytest.raises(PlanError, match=r"cannot choose the recompute mixture.*a model of your own"):
         Job.create(run=run_of("llama"), plan_tables=tables, device="cpu", out="nowhere", has_own_model=True)
     assert not Job.create(run=run_of("llama"), plan_tables=tables, device="cpu", out="nowhere").plan.activations.is_open
     experts = {"mesh": {"dp_shard": 2, "ep": 2}, "data_parallel": {"zero": 1}}
