@@ -83,8 +83,8 @@ def build_workbench(
 ) -> Workbench:
     """The engine and the loaders of `run` under `plan`, on every rank; `scene` records config and engine when built.
     `corpus`: the run's, from `prepare_data`. `parts`: what a caller gives beside the run."""
-    require_legal(plan, run)
     parts = parts or TrainParts()
+    require_legal(plan, run, has_own_model=parts.model is not None)
     with phase("opening the data", is_slow=True):
         corpus = corpus or (open_corpus(run.data) if parts.data is None else None)
         missing = why_no_evaluation(run, corpus) if corpus is not None else ""
