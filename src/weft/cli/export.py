@@ -118,6 +118,10 @@ def export(
                 evaluate_rows=evaluate_rows,
                 ema=ema,
             )
+    _print_written(result, run, out, as_json=as_json)
+
+
+def _print_written(result: dict[str, Any], run: Path, out: Path | None, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(result))
     else:

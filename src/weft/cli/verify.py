@@ -54,11 +54,11 @@ def verify(
     from weft.cli.resolve import plan_tables, require_known_sections, resolve_run
     from weft.core.plan import Plan
     from weft.plan.legality import require_legal
-    from weft.plan.model_rules import require_model_fits
     from weft.plan.resolve import resolve
     from weft.train.devices import choose_device_type, num_gpus
+    from weft.verify.layouts import plan_name
     from weft.verify.refusals import require_comparable, require_enough_steps
-    from weft.verify.request import VerifyRequest, every_plan
+    from weft.verify.request import VerifyRequest, judged_plans
     from weft.verify.verdict import VerdictTable
 
     given = settings or []
@@ -69,13 +69,16 @@ def verify(
     has_too_few = device is DeviceChoice.AUTO and num_gpus() < num_ranks  # then CPU processes
     device_type = choose_device_type("cpu" if has_too_few else device.value, local_ranks=num_ranks)
     resolved = resolve(tables, spec, on_gpu=device_type == "cuda", num_ranks=nproc, source=source)
-    plans = every_plan(num_ranks, tables, spec) if all_plans else [resolved]
+    judged = list(judged_plans(num_ranks, tables, spec)) if all_plans else [(resolved, None)]
+    plans = [one for one, reason in judged if reason is None]
     for legal in plans:
         require_legal(legal, spec)  # before any rank starts
     if not all_plans:  # one of many is left out
-        require_model_fits(resolved, spec)
         require_enough_steps(resolved, steps=steps)
     require_comparable(spec)
+    for one, reason in judged:
+        if reason is not None:
+            print(f"{plan_name(one)}: left out: {reason}", file=sys.stderr)
     request = VerifyRequest(run=spec, plans=plans, steps=steps, as_is=as_is, device=device_type)
     verdicts = _run_ranks(request)
     answer = VerdictTable(run=str(run or "the embedded default"), verdicts=tuple(verdicts))

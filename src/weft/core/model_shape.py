@@ -87,6 +87,7 @@ class AttentionShape:
     rotary: bool = True
     dropout: float = 0.0
     has_grouped_order: bool = False  # fused [q, k, v] per head group: heads cannot be repeated
+    calls: int = 1  # of the attention function in a block's forward: differential attention makes two
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,6 @@ import numpy as np
 
 from weft.core.plan import Plan
 from weft.core.terms import MemoryTerm as Term
-from weft.plan.columns import columns_of
 from weft.plan.estimate import Estimate, estimate
 from weft.plan.memory.block_activations import (
     bytes_of,
@@ -23,6 +22,7 @@ from weft.plan.memory.block_activations import (
 from weft.plan.memory.fused_loss import num_chunks
 from weft.plan.memory.peak import COMMUNICATOR_BYTES, FRAGMENTATION, LOSS_BYTES
 from weft.plan.memory.saved_activations import INPUTS_ON_DEVICE
+from weft.plan.plan_rows import columns_of
 from weft.plan.pp.stages import PLACES
 from weft.plan.request import Request, byte_sizes
 from weft.plan.time.state_stream import rest_bytes, rests_in_compute

@@ -22,11 +22,11 @@ from weft.core.precision_section import Precision
 from weft.core.run_spec import RunSpec
 from weft.core.vocabulary import BYTE_VOCABULARY, BYTES, padded
 from weft.models.shape.lookup import shape_from_path, shape_from_type, shape_of
-from weft.plan.columns import columns_of
 from weft.plan.estimate import Estimate, estimate
 from weft.plan.memory.budget import with_chosen_mixture
 from weft.plan.objective import fixed_by, keys_of, with_fixed
 from weft.plan.offloaded_blocks import with_chosen_blocks
+from weft.plan.plan_rows import columns_of
 from weft.plan.pp.stages import Place
 from weft.plan.request import AttentionKind, Request, Workload
 from weft.plan.rules import check_plan

@@ -20,9 +20,9 @@ from weft.core.errors import NotBuiltError, PlanError
 from weft.core.executable import require_executable
 from weft.core.plan import SECTIONS, Plan
 from weft.core.units import format_bytes
-from weft.plan.columns import columns_of
 from weft.plan.estimate import Costs, estimate_columns
 from weft.plan.memory.budget import choose_mixture
+from weft.plan.plan_rows import columns_of
 from weft.plan.request import Request
 from weft.plan.rules import legal_rows
 from weft.plan.savings import saved_bytes

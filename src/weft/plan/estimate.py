@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from weft.core.plan import Plan
-from weft.plan.columns import Bools, Columns, Floats, columns_of
+from weft.plan.columns import Bools, Columns, Floats
 from weft.plan.memory.load_and_save import moments_of
 from weft.plan.memory.peak import MemoryEstimate, estimate_memory
 from weft.plan.offload import OffloadRecord, offload_record
+from weft.plan.plan_rows import columns_of
 from weft.plan.pp.stages import PLACES, Place, blocks_of
 from weft.plan.request import Request
 from weft.plan.time.links import leaves_node

@@ -1,6 +1,7 @@
 """The table of legality rules of a plan and its run, each with a sentence, a hint and an error: all verbs use it.
 
-Rules that need the model's shape and the cluster are the planner's, over columns of plans (`rules.py`).
+Rules that need the cluster too are the planner's, over columns of plans (`rules.py`); those that the engine would
+refuse as well are asked of the run's model here (`model_rules.py`).
 """
 
 from __future__ import annotations
@@ -9,10 +10,18 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from weft.core.adapter_rules import check_adapter
-from weft.core.errors import BatchError, MeshError, ModelError, NotBuiltError, PlanError, WeftError
+from weft.core.errors import (
+    BatchError,
+    MeshError,
+    ModelError,
+    NotBuiltError,
+    PipelineError,
+    PlanError,
+    TensorParallelError,
+    WeftError,
+)
 from weft.core.executable import not_executed_reasons
 from weft.core.masters import has_masters_away
-from weft.core.model_shape import ModelShape
 from weft.core.objective_rules import check_objective
 from weft.core.optimizers import not_executed_with
 from weft.core.plan import Plan
@@ -20,19 +29,29 @@ from weft.core.plan_checks import check_consistent
 from weft.core.router_rules import check_router
 from weft.core.run_spec import RunSpec
 from weft.core.tensor_grid import row_chunks
+from weft.plan.model_rules import (
+    Reason,
+    block_reasons,
+    isolation_reasons,
+    known_shape,
+    routed_reasons,
+    stage_reasons,
+    tensor_reasons,
+)
 from weft.plan.positions import position_reasons
 from weft.schedule import check_request
-
-Reason = tuple[str, str]  # sentence, hint
 
 
 @dataclass(frozen=True)
 class LegalityRule:
-    """`reasons` is empty for a legal plan; rules of the batch and of sequences need the run."""
+    """`reasons` is empty for a legal plan; rules of the batch and of sequences need the run.
+
+    `reads_model`: the rule judges [model], which is not the model that trains if a caller has its own."""
 
     name: str
     error: type[WeftError]
     reasons: Callable[[Plan, RunSpec | None], Iterable[Reason]]
+    reads_model: bool = False
 
 
 def _schedule_reasons(plan: Plan, _run: RunSpec | None) -> list[Reason]:
@@ -190,16 +209,6 @@ def _objective_reasons(plan: Plan, run: RunSpec | None) -> Iterable[Reason]:
     return check_objective(plan, run) if run is not None else []
 
 
-def known_shape(run: RunSpec) -> ModelShape | None:
-    """The shape of the run's model; None if the planner has none: the engine then judges the model itself."""
-    from weft.plan.ask import resolve_model
-
-    try:
-        return resolve_model(run)[0]
-    except WeftError:
-        return None
-
-
 RULES = (
     LegalityRule("consistent", PlanError, lambda plan, _: check_consistent(plan)),
     LegalityRule("executable", NotBuiltError, lambda plan, _: not_executed_reasons(plan)),
@@ -208,31 +217,38 @@ RULES = (
     LegalityRule("sequence", BatchError, _sequence_reasons),
     LegalityRule("router", NotBuiltError, _router_reasons),
     LegalityRule("adapter", NotBuiltError, _adapter_reasons),
-    LegalityRule("experts", MeshError, _expert_reasons),
-    LegalityRule("context", MeshError, _context_reasons),
-    LegalityRule("chunks", ModelError, _chunk_reasons),
+    LegalityRule("experts", MeshError, _expert_reasons, reads_model=True),
+    LegalityRule("context", MeshError, _context_reasons, reads_model=True),
+    LegalityRule("chunks", ModelError, _chunk_reasons, reads_model=True),
     LegalityRule("offload", NotBuiltError, _offload_reasons),
     LegalityRule("optimizer", NotBuiltError, _optimizer_reasons),
     LegalityRule("copies", NotBuiltError, _copy_reasons),
     LegalityRule("samples", NotBuiltError, _sample_reasons),
     LegalityRule("bad steps", NotBuiltError, _bad_step_reasons),
     LegalityRule("objective", NotBuiltError, _objective_reasons),
-    LegalityRule("positions", ModelError, _position_reasons),  # last: it may import torch
+    LegalityRule("positions", ModelError, _position_reasons, reads_model=True),  # after all that import no torch
+    LegalityRule("router of model", ModelError, routed_reasons, reads_model=True),
+    LegalityRule("isolation", NotBuiltError, isolation_reasons, reads_model=True),
+    LegalityRule("tensor", TensorParallelError, tensor_reasons, reads_model=True),
+    LegalityRule("stages", PipelineError, stage_reasons, reads_model=True),
+    LegalityRule("blocks", PlanError, block_reasons, reads_model=True),
 )
 
 
-def broken_rules(plan: Plan, run: RunSpec | None = None) -> Iterator[WeftError]:
-    """An error per reason against training `run` under `plan`; without a run, against the plan alone."""
+def broken_rules(plan: Plan, run: RunSpec | None = None, *, has_own_model: bool = False) -> Iterator[WeftError]:
+    """An error per reason against training `run` under `plan`; without a run, against the plan alone.
+
+    `has_own_model`: a caller's own trains, which run.model does not describe; the engine judges it."""
     for rule in RULES:
-        for sentence, hint in rule.reasons(plan, run):
+        for sentence, hint in rule.reasons(plan, run) if not (rule.reads_model and has_own_model) else ():
             yield rule.error(sentence, hint=hint)
 
 
-def require_legal(plan: Plan, run: RunSpec | None = None) -> None:
+def require_legal(plan: Plan, run: RunSpec | None = None, *, has_own_model: bool = False) -> None:
     """Raise the first reason against training."""
-    for error in broken_rules(plan, run):
+    for error in broken_rules(plan, run, has_own_model=has_own_model):
         raise error
 
 
-def is_legal(plan: Plan, run: RunSpec | None = None) -> bool:
-    return next(broken_rules(plan, run), None) is None
+def is_legal(plan: Plan, run: RunSpec | None = None, *, has_own_model: bool = False) -> bool:
+    return next(broken_rules(plan, run, has_own_model=has_own_model), None) is None

@@ -13,8 +13,9 @@ import numpy as np
 
 from weft.core.open_choices import UpdatePlace
 from weft.core.plan import Plan
-from weft.plan.columns import Columns, columns_of
+from weft.plan.columns import Columns
 from weft.plan.memory.offloaded import HostTerms, Offloaded
+from weft.plan.plan_rows import columns_of
 from weft.plan.request import Request
 from weft.plan.time.compute import block_seconds
 from weft.plan.time.state_stream import updates_on_host

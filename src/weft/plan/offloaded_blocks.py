@@ -11,8 +11,8 @@ import numpy as np
 
 from weft.core.open_choices import with_offloaded_blocks
 from weft.core.plan import Plan
-from weft.plan.columns import columns_of
 from weft.plan.memory.saved_activations import saved_blocks
+from weft.plan.plan_rows import columns_of
 from weft.plan.request import Request
 from weft.plan.time.compute import block_seconds
 from weft.plan.time.transfers import OVERLAP

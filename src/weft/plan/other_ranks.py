@@ -12,14 +12,14 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from weft.core.errors import MeshError, WeftError
+from weft.core.errors import MeshError
 from weft.core.plan import Mesh, Plan
 from weft.core.run_spec import RunSpec
 from weft.core.secondary import check_neighbours, check_secondary
 from weft.plan.legality import broken_rules, is_legal
 
 
-def with_data_parallel_ranks(plan: Plan, run: RunSpec, num_ranks: int) -> Plan:
+def with_data_parallel_ranks(plan: Plan, run: RunSpec, num_ranks: int, *, has_own_model: bool = False) -> Plan:
     """The plan on exactly `num_ranks` ranks; raises the reason if there is none."""
     others = plan.num_ranks // plan.mesh.dp_degree
     if num_ranks % others:
@@ -27,13 +27,14 @@ def with_data_parallel_ranks(plan: Plan, run: RunSpec, num_ranks: int) -> Plan:
             f"the plan's model takes {others} ranks, and {num_ranks} is no multiple of it",
             hint="elastic plans change the number of data-parallel ranks only",
         )
-    candidates = list(_candidates(plan, run, num_ranks // others))
-    legal = next((candidate for candidate in candidates if is_legal(candidate, run)), None)
-    if legal is None:
-        reasons: list[WeftError] = [reason for candidate in candidates for reason in broken_rules(candidate, run)]
-        why = reasons[0].message if reasons else f"a global batch of {run.train.global_batch} does not divide over them"
-        raise MeshError(f"the plan does not run on {num_ranks} ranks: {why}", hint="use another number of ranks")
-    return legal
+    reasons = []
+    for candidate in _candidates(plan, run, num_ranks // others):
+        reason = next(broken_rules(candidate, run, has_own_model=has_own_model), None)
+        if reason is None:
+            return candidate
+        reasons.append(reason.message)
+    why = reasons[0] if reasons else f"a global batch of {run.train.global_batch} does not divide over them"
+    raise MeshError(f"the plan does not run on {num_ranks} ranks: {why}", hint="use another number of ranks")
 
 
 def usable_ranks(plan: Plan, run: RunSpec, most: int) -> int:

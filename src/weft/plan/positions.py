@@ -10,6 +10,7 @@ from typing import Any
 from weft.core.errors import WeftError
 from weft.core.quiet import quiet_libraries
 from weft.core.run_spec import ModelSpec, RunSpec
+from weft.plan.per_run import kept_per_run
 from weft.zoo.hub import model_folder
 
 _KEYS = frozenset({"n_positions", "max_position_embeddings", "original_max_position_embeddings"})
@@ -27,13 +28,18 @@ def position_reasons(run: RunSpec) -> list[tuple[str, str]]:
     switches = run.data.isolates and any(kind in str(value) for _, value in stated for kind in _SWITCHING)
     if run.data.sequence_length <= min(numbers, default=_FEWEST) and not switches:
         return []
+    try:
+        return _asked_of_model(run)
+    except WeftError:
+        return []  # as above, of a model that is not built
+
+
+@kept_per_run
+def _asked_of_model(run: RunSpec) -> list[tuple[str, str]]:
     quiet_libraries()  # they log while they are imported
     from weft.models.positions import check_positions
 
-    try:
-        return check_positions(run)
-    except WeftError:
-        return []  # as above, of a model that is not built
+    return check_positions(run)
 
 
 def _stated(model: ModelSpec) -> Iterator[tuple[str, Any]]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from weft.core import axes
-from weft.core.errors import MeshError, PlanError, WeftError
+from weft.core.errors import MeshError, ModelError, PlanError, WeftError
 from weft.core.executable import why_not_compiled, why_not_fused
 from weft.core.open_choices import (
     UpdatePlace,
@@ -23,7 +23,8 @@ from weft.core.open_choices import (
 )
 from weft.core.plan import Compile, Plan
 from weft.core.run_spec import RunSpec
-from weft.plan.legality import is_legal, known_shape, require_legal
+from weft.plan.legality import is_legal, require_legal
+from weft.plan.model_rules import known_shape
 from weft.plan.other_ranks import usable_ranks, with_data_parallel_ranks
 
 Tables = dict[str, Any]
@@ -38,19 +39,21 @@ def resolve(
     devices: Callable[[int], str] | None = None,
     machine: Callable[[int], str] | None = None,
     source: str = "the plan",
+    has_own_model: bool = False,
 ) -> Plan:
     """The legal plan of `tables` for `run`.
 
     `num_ranks`: the ranks that will run, if known; a plan without a mesh gets one of data parallelism. `devices` names
     so many devices in the notation of `hardware`, for whose memory the recompute mixture of a budget is chosen; without
     it the mixture stays open. `machine` names them for choices that need no memory: the place of an offloaded update;
-    default: `devices`, and without both the kind of device decides.
+    default: `devices`, and without both the kind of device decides. `has_own_model`: a caller's own trains, which is
+    unknown to the planner: no rule and no choice reads run.model.
     """
     tables = with_whole_loss(tables) if run.objective.reads_logits else tables
     has_codes = run.adapter.is_quantised
     plan = with_choices(with_mesh(tables, num_ranks=num_ranks), on_gpu=on_gpu, source=source, has_codes=has_codes)
     if num_ranks is not None and plan.num_ranks != num_ranks and plan.data_parallel.elastic:
-        plan = with_data_parallel_ranks(plan, run, num_ranks)
+        plan = with_data_parallel_ranks(plan, run, num_ranks, has_own_model=has_own_model)
     if num_ranks is not None and plan.num_ranks != num_ranks:
         sizes = {axis: size for axis, size in plan.mesh.sizes().items() if size > 1}
         raise MeshError(
@@ -58,12 +61,13 @@ def resolve(
             hint=f"use --nproc {plan.num_ranks}, change [mesh] so that its product is {num_ranks}, or set"
             " data_parallel.elastic = true",
         )
-    require_legal(plan, run)
-    plan = with_dispatcher_for(run, plan)
+    require_legal(plan, run, has_own_model=has_own_model)
+    if not has_own_model:
+        plan = with_dispatcher_for(run, plan)
     if has_open_update(plan):
-        plan = with_update_for(machine or devices, run, plan, on_gpu=on_gpu)
-        require_legal(plan, run)  # keys that the chosen place does not execute
-    return plan if devices is None else with_mixture_for(devices, run, plan)
+        plan = with_update_for(None if has_own_model else machine or devices, run, plan, on_gpu=on_gpu)
+        require_legal(plan, run, has_own_model=has_own_model)  # keys that the chosen place does not execute
+    return plan if devices is None else with_mixture_for(devices, run, plan, has_own_model=has_own_model)
 
 
 def with_mesh(tables: Tables, *, num_ranks: int | None) -> Tables:
@@ -151,7 +155,7 @@ def with_update_for(devices: Callable[[int], str] | None, run: RunSpec, plan: Pl
     return with_update(plan, place)
 
 
-def with_mixture_for(devices: Callable[[int], str], run: RunSpec, plan: Plan) -> Plan:
+def with_mixture_for(devices: Callable[[int], str], run: RunSpec, plan: Plan, *, has_own_model: bool = False) -> Plan:
     """The plan with its budget's recompute mixture and its offloaded blocks chosen for `devices`."""
     if not plan.activations.is_open and not plan.activations.has_open_blocks:
         return plan
@@ -161,6 +165,8 @@ def with_mixture_for(devices: Callable[[int], str], run: RunSpec, plan: Plan) ->
 
     named = devices(plan.num_ranks)
     try:
+        if has_own_model:
+            raise ModelError("the planner has no shape of a model of your own")
         question = ask(run, named, precision=plan.precision.model_dump(exclude_none=True))
     except WeftError as error:
         what = "recompute mixture of a budget" if plan.activations.is_open else "number of offloaded blocks"

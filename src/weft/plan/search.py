@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from weft.core.precision_presets import PRESETS
-from weft.plan.columns import Bools, Columns, Floats, Ints, columns_of, plan_at
+from weft.plan.columns import Bools, Columns, Floats, Ints
 from weft.plan.estimate import Costs, Estimate, estimate_columns, fitting, record_at
 from weft.plan.memory.peak import estimate_memory
+from weft.plan.plan_rows import columns_of, plan_at
 from weft.plan.request import Request
 from weft.plan.rules import legal_rows
 from weft.plan.space import Freedom, enumerate_plans

@@ -15,8 +15,9 @@ from weft.core.plan import Plan
 from weft.core.terms import StepTerm
 from weft.core.units import format_bytes, format_seconds
 from weft.plan.changes import fewest_devices
-from weft.plan.columns import Columns, columns_of, plan_at
+from weft.plan.columns import Columns
 from weft.plan.estimate import Estimate, estimate
+from weft.plan.plan_rows import columns_of, plan_at
 from weft.plan.request import Request
 from weft.plan.rules import legal_rows
 from weft.plan.search import Answer, ranked

@@ -25,7 +25,7 @@ from weft.engine.engine import Engine
 from weft.engine.objective import Objective
 from weft.engine.optim.optimizers import OptimizerPolicy
 from weft.engine.preference import objective_of
-from weft.models.adapter.build import run_skeleton, with_adapter
+from weft.models.adapter.build import drawing_device, run_skeleton, with_adapter
 from weft.models.adapter.targets import notes_on_experts
 from weft.models.build import build_config, build_skeleton
 from weft.models.drawn_head import WithDrawnHead
@@ -83,8 +83,8 @@ def build_workbench(
 ) -> Workbench:
     """The engine and the loaders of `run` under `plan`, on every rank; `scene` records config and engine when built.
     `corpus`: the run's, from `prepare_data`. `parts`: what a caller gives beside the run."""
-    require_legal(plan, run)
     parts = parts or TrainParts()
+    require_legal(plan, run, has_own_model=parts.model is not None)
     with phase("opening the data", is_slow=True):
         corpus = corpus or (open_corpus(run.data) if parts.data is None else None)
         missing = why_no_evaluation(run, corpus) if corpus is not None else ""
@@ -175,7 +175,7 @@ def base_weights(run: RunSpec, config: Any, *, device: torch.device) -> tuple[We
     """As `weight_source`, of the model without adapters."""
     skeleton = build_skeleton(config, attention=run.model.attention)
     notes = [*_config_notes(run.model, config), *filter(None, [note_on_positions(run, config)])]
-    drawn = InitialWeights(skeleton, describe(skeleton), seed=run.train.seed, device=device)
+    drawn = InitialWeights(skeleton, describe(skeleton), seed=run.train.seed, device=drawing_device(run, device))
     if not reads_weights(run.model):
         return drawn, notes
     folder = model_folder(str(run.model.path), revision=run.model.revision, weights=True)

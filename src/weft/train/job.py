@@ -18,7 +18,6 @@ from weft.core.errors import WeftError
 from weft.core.plan import Plan
 from weft.core.router_rules import with_capacity
 from weft.core.run_spec import RunSpec
-from weft.plan.model_rules import require_model_fits
 from weft.plan.resolve import resolve, with_mixture_for
 from weft.train.devices import DeviceChoice, DeviceType, choose_device_type, local_devices
 from weft.train.ranks.environment import given_ranks, read_local_size
@@ -65,14 +64,18 @@ class Job:
             return local_devices(count, device_type=device_type)
 
         plan = resolve(
-            plan_tables, run, on_gpu=device_type == "cuda", num_ranks=num_ranks, machine=devices, source=source
+            plan_tables,
+            run,
+            on_gpu=device_type == "cuda",
+            num_ranks=num_ranks,
+            machine=devices,
+            source=source,
+            has_own_model=has_own_model,
         )
-        if not has_own_model:
-            require_model_fits(plan, run)
         run = with_model_files(run)  # a refused plan downloads nothing
         # of the run from here on: a resume with another plan drops the same choices
         run = run.model_copy(update={"router": with_capacity(run.router, plan)})
-        plan = with_mixture_for(devices, run, plan)
+        plan = with_mixture_for(devices, run, plan, has_own_model=has_own_model)
         folder = Path(out) if out is not None else default_folder(run)
         return Job(
             run=run,

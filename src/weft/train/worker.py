@@ -117,10 +117,7 @@ def _train(
     if process.is_main:  # only now: a refused request must leave the folder unchanged
         if resumed.run is not None:
             history.record(bench.engine.steps_done, resumed.run, resumed.changes)
-        folder.create(job.run, plan)
-        reference.write(folder)
-        if bench.model_config is not None:
-            bench.model_config.save_pretrained(str(folder.model_path))
+        _fill_folder(folder, job.run, plan, bench, reference)
     metrics = _open_metrics(job, folder, resumed, process, step=bench.engine.steps_done)
     _introduce(display, bench, plan, process)
     if process.is_main and (job.run.data.sources or job.run.data.format != "text"):
@@ -158,6 +155,14 @@ def _train(
     ledger = _close(job, bench, account, watch, outcome, metrics, folder, display, process, facts, copies)
     bench.engine.close()
     return ledger
+
+
+def _fill_folder(folder: RunFolder, run: RunSpec, plan: Plan, bench: Workbench, reference: PairReference) -> None:
+    """Files that describe the run; steps add the others."""
+    folder.create(run, plan)
+    reference.write(folder)
+    if bench.model_config is not None:
+        bench.model_config.save_pretrained(str(folder.model_path))
 
 
 def _open_metrics(job: Job, folder: RunFolder, resumed: Resumed, process: Process, *, step: int) -> MetricsWriter:

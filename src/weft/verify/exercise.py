@@ -121,7 +121,7 @@ def global_exercise(subject: Subject, *, rates: Sequence[float], clip_norm: floa
     return Exercise(
         initial=subject.initial(),
         frozen=_frozen(subject),
-        rests_low=_resting_low(subject),
+        rests_low=resting_low(subject),
         objective=subject.run.objective,
         batches=training_batches(subject, steps=len(rates)),
         rates=rates,
@@ -147,7 +147,7 @@ def loop_exercise(
     return Exercise(
         initial=subject.initial(),
         frozen=_frozen(subject),
-        rests_low=_resting_low(subject),
+        rests_low=resting_low(subject),
         objective=subject.run.objective,
         batches=[loader.batch(step * rows) for step in range(steps)],
         rates=[learning_rate_at(train, step + 1) for step in range(steps)],
@@ -275,7 +275,7 @@ def _frozen(subject: Subject) -> frozenset[str]:
     )
 
 
-def _resting_low(subject: Subject) -> frozenset[str]:
+def resting_low(subject: Subject) -> frozenset[str]:
     """Frozen parameters that rest in the compute dtype: all of a low base but its codes and weights of routers."""
     skeleton = subject.skeleton()
     if not rests_low(skeleton):

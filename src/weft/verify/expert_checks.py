@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from weft.verify.evidence import Evidence
+from weft.verify.near_ties import flips
 from weft.verify.run_trace import RunTrace, Tensors
 from weft.verify.verdict import Check, Finding
 
@@ -26,15 +27,7 @@ LEAST, DRAWS = 2, 2  # a plan rounds otherwise than one process: choices of its 
 
 def allowed_choices(truth: RunTrace, same: RunTrace) -> list[int]:
     """Choices by step that may differ: twice the flips of all layers and steps so far, and a few."""
-    flips = [
-        sum(_flips(right, near[name]) for name, right in choices.items() if name in near)
-        for choices, near in zip(truth.choices, same.choices, strict=True)
-    ]
-    return [LEAST + DRAWS * total for total in itertools.accumulate(flips)]
-
-
-def _flips(right: Tensor, near: Tensor) -> int:
-    return int((~(near.unsqueeze(2) == right.unsqueeze(1)).any(2)).sum())
+    return [LEAST + DRAWS * total for total in itertools.accumulate(flips(truth, same))]
 
 
 def check_loads(truth: RunTrace, found: Evidence, allowed: Sequence[int]) -> Check:

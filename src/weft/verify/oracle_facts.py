@@ -32,7 +32,7 @@ from weft.models.layout import describe
 from weft.models.pretrained import PretrainedWeights
 from weft.train.build import base_weights
 from weft.train.folder.run_folder import RunFolder
-from weft.verify.exercise import CPU, Subject, plan_precision, plan_split
+from weft.verify.exercise import CPU, Subject, plan_precision, plan_split, resting_low
 from weft.verify.oracle import CorpusFacts, LoopFacts, MixtureFacts, RankShare, RunFacts, Saved, SourceFacts
 from weft.verify.references import References
 from weft.zoo.hub import model_folder
@@ -59,7 +59,7 @@ def collect_facts(run: RunSpec, loop_run: RunSpec, plan: Plan, folder: Path, exp
         rate=lambda step: weft.train.rate.learning_rate_at(run.train, step),
         corpus=_corpus(subject),
         dp_degree=plan.mesh.dp_degree,
-        loop=_loop(loop_run, plan, folder, export, references),
+        loop=_loop(loop_run, plan, folder, export, references, subject),
     )
 
 
@@ -141,7 +141,7 @@ def _rows(subject: Subject, *, is_held_out: bool, num_rows: int | None = None, *
     return RankShare(num_rows=counted, batch=batch, **tokens)
 
 
-def _loop(run: RunSpec, plan: Plan, folder: Path, export: Path, references: References) -> LoopFacts:
+def _loop(run: RunSpec, plan: Plan, folder: Path, export: Path, references: References, subject: Subject) -> LoopFacts:
     records = RunFolder(folder).metrics.read()
     truth, same, allowance = references.truth, references.same, references.allowance
     precision, policy = plan_precision(plan, run.train), plan.precision.policy()
@@ -166,6 +166,7 @@ def _loop(run: RunSpec, plan: Plan, folder: Path, export: Path, references: Refe
         compute=compute,
         coarsest="float8_e4m3fn" if precision.has_float8 else compute,
         starts_rounded=precision.rounds_weights,
+        at_rest={name: truth.initial[name] for name in resting_low(subject)},
         has_coded_sums=precision.has_codes,
         rounded_states=_why_rounded(run, policy),
         is_delayed=plan.has_delayed_updates,

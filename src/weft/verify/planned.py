@@ -24,7 +24,7 @@ from weft.core.records import ParameterRecord
 from weft.core.run_spec import RunSpec
 from weft.core.tensor_grid import row_chunks
 from weft.plan.axis import SMALL_ELEMENTS
-from weft.plan.columns import columns_of
+from weft.plan.plan_rows import columns_of
 from weft.plan.rules import check_plan
 from weft.plan.traffic import estimate_traffic
 from weft.plan.view import view_at

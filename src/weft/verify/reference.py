@@ -34,7 +34,7 @@ from weft.verify.float8_reference import (
 )
 from weft.verify.late_division import LateDivision
 from weft.verify.low_update import round_low
-from weft.verify.near_ties import evaluation_swing
+from weft.verify.near_ties import Shake, evaluation_swing, shaken
 from weft.verify.plain_codes import rounded_like
 from weft.verify.plain_experts import PlainExperts
 from weft.verify.plain_objectives import REFERENCE, PlainLoss, logits_of, plain_loss, row_log_probs
@@ -56,9 +56,15 @@ from weft.verify.wide_residual import keep_residual_wide
 
 
 def run_reference(
-    build: Callable[[], nn.Module], exercise: Exercise, precision: ReferencePrecision, split: BatchSplit
+    build: Callable[[], nn.Module],
+    exercise: Exercise,
+    precision: ReferencePrecision,
+    split: BatchSplit,
+    *,
+    shake: Shake | None = None,
 ) -> RunTrace:
-    """Train on `exercise`; `build` returns a fresh model with allocated parameters on the compute device."""
+    """Train on `exercise`; `build` returns a fresh model with allocated parameters on the compute device.
+    With a `shake` forwards read weights that are moved at random (`near_ties`), and nothing is evaluated."""
     model, aliases = prepare(build(), precision, split)
     device = next(model.parameters()).device
     masters = {
@@ -86,7 +92,8 @@ def run_reference(
 
     for step, batch in enumerate(batches):
         set_rate(optimizer, exercise.rates[step])
-        copy_weights(model, masters, aliases, gather=precision.gather)
+        read = masters if shake is None else shaken(masters, exercise.initial, shake)
+        copy_weights(model, read, aliases, gather=precision.gather)
         experts.sequence_length = batch["labels"].shape[1]
         loss, exact = _backward(
             model, trainable, moved(batch, device), exercise, precision, split, aliases,
@@ -114,7 +121,7 @@ def run_reference(
         trace.norms.append(norm)
         if step == 0:
             trace.first_weights = on_host(masters)
-        if step in (0, len(exercise.batches) - 1):
+        if shake is None and step in (0, len(exercise.batches) - 1):
             weights = evaluated(optimizer, masters)
             if precision == TRUTH and has_experts(exercise):
                 trace.eval_swings.append(evaluation_swing(evaluate_at, weights, exercise.initial))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from weft.core.errors import WeftError
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
-from weft.plan.legality import is_legal
+from weft.plan.legality import broken_rules
 from weft.train.devices import DeviceType
 
 SCHEDULES = {
@@ -39,15 +41,21 @@ class VerifyRequest:
 
 
 def every_plan(num_ranks: int, base: dict[str, Any], run: RunSpec) -> list[Plan]:
-    """Every plan of `num_ranks` that weft executes: data parallel; tensor, pipeline, expert and context parallel if the
-    run divides."""
+    """Every plan of `num_ranks` that weft executes for the run."""
+    return [plan for plan, reason in judged_plans(num_ranks, base, run) if reason is None]
+
+
+def judged_plans(num_ranks: int, base: dict[str, Any], run: RunSpec) -> Iterator[tuple[Plan, WeftError | None]]:
+    """Every plan of `num_ranks`: data parallel; tensor, pipeline, expert and context parallel with the first reason
+    against each."""
     others = [
         *secondary_plans(num_ranks, base),
         *tensor_parallel_plans(num_ranks, base),
         *pipeline_plans(num_ranks, base, run),
     ]
     others += [*expert_parallel_plans(num_ranks, base), *context_parallel_plans(num_ranks, base)]
-    return [*data_parallel_plans(num_ranks, base), *(plan for plan in others if is_legal(plan, run))]
+    yield from ((plan, None) for plan in data_parallel_plans(num_ranks, base))
+    yield from ((plan, next(broken_rules(plan, run), None)) for plan in others)
 
 
 def data_parallel_plans(num_ranks: int, base: dict[str, Any]) -> list[Plan]:

@@ -32,6 +32,7 @@ from weft.verify.exercise import Subject, loop_exercise
 from weft.verify.finite_pairs import FinitePairs
 from weft.verify.finite_text import EVAL_FRACTION, FiniteText
 from weft.verify.layouts import other_layout, plan_name
+from weft.verify.loop_comparison import against_references
 from weft.verify.oracle import Oracle, Saved
 from weft.verify.oracle.adapter import AdaptedPlainModel
 from weft.verify.oracle.schedule_free import evaluated
@@ -196,30 +197,8 @@ class WholeRuns:
         """Check losses, norms and, if the run saved any, final weights against one process."""
         if not self._process.is_main:
             return Check.passed(name, "")
-        truth, same = references.truth, references.same
-        if len(skipped) == len(truth.losses):  # the exercise checks the numbers at a lower loss scale
-            return Check.passed(name, "every step overflowed float16 at the starting loss scale and was skipped")
-        losses = check_scalars(name, truth.losses, same.losses, found.losses, rule=1, least=references.allowance.losses)
-        if not losses.ok:
-            return losses
-        taken = [step for step in range(len(truth.norms)) if step not in skipped]
-        norms = check_scalars(
-            name, *([series[step] for step in taken] for series in (truth.norms, same.norms, found.norms)),
-            rule=2, steps=[step + 1 for step in taken], least=references.allowance.norms,
-        )  # fmt: skip
-        if not norms.ok or not found.weights:
-            return norms
-        parameters = {key: value for key, value in found.weights.items() if key in truth.weights}
-        saved = self._saved_of(truth.weights, found)
-        weights, _ = check_tensors(
-            name, saved, same.weights, parameters,
-            rule=5, dtype="float32", step=len(truth.losses), initial=truth.initial,
-            noise_share=references.allowance.update,
-        )  # fmt: skip
-        if not weights.ok:
-            return weights
-        margin = max(losses.margin, norms.margin, weights.margin)
-        return Check.passed(name, f"{len(truth.losses)} steps and the weights it saved", margin=margin)
+        saved = self._saved_of(references.truth.weights, found)
+        return against_references(name, references, found, skipped, saved=saved.keys())
 
     def _near(
         self,

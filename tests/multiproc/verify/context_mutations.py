@@ -121,8 +121,8 @@ def window_one_key_short() -> AbstractContextManager[None]:
     """Keys of a rank's window counted from the query before."""
 
     def make(original: Any) -> Any:
-        def mask_of(inner: Any, rows: Any, group: Any, **kwargs: Any) -> Any:
-            made = original(inner, rows, group, **kwargs)
+        def mask_of(inner: Any, rows: Any, **kwargs: Any) -> Any:
+            made = original(inner, rows, **kwargs)
 
             def mask(*, mask_function: Any, **others: Any) -> Any:
                 def shifted(b: Any, h: Any, q: Any, k: Any) -> Any:

@@ -91,6 +91,33 @@ def test_a_bad_request_is_one_sentence_and_a_hint(case: str, here: Path) -> None
     assert not (here / "run").exists()  # else the mended command would find its own folder in the way
 
 
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ("train", "run.toml", "--out", "run"),
+        ("verify", "run.toml"),
+        ("dryrun", "run.toml"),
+        ("bench", "step", "run.toml"),
+        ("launch", "--on", "slurm", "--", "train", "run.toml"),
+        ("launch", "--on", "hosts", "--hosts", "a:2,b:1", "--", "train", "run.toml"),
+    ],
+    ids=lambda verb: " ".join(verb[:3]),
+)
+def test_every_verb_refuses_what_its_ranks_would(
+    verb: tuple[str, ...], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*_: object, **__: object) -> None:
+        pytest.fail("ranks were started")
+
+    for name in ("weft.launch.local.launch", "weft.cli.dryrun.question.dry_runs", "weft.train.bench.measure_engine"):
+        monkeypatch.setattr(name, start)
+    uneven = ("mesh.tp=3", "tensor_parallel.sequence_parallel=false")
+    code, _, err = call_weft(*verb, *(part for setting in uneven for part in ("--set", setting)))
+    assert code == 2
+    assert "error [W206]: llama: attention heads must divide over tp" in err
+    assert "hint: tp may be 1, 2" in err
+
+
 @pytest.mark.parametrize("group", [(), ("server",), ("bench",)], ids=["weft", "weft server", "weft bench"])
 def test_a_command_without_a_verb_prints_its_help(group: tuple[str, ...]) -> None:
     code, out, err = call_weft(*group)

@@ -468,6 +468,22 @@ def test_the_largest_model_of_a_family() -> None:
     assert told("plan", "llama-3-8b", *asked[1:]).code == 2
 
 
+@pytest.mark.parametrize("asked", [("--largest", "llama"), ("llama-3-8b", "--longest")], ids=["largest", "longest"])
+@pytest.mark.parametrize(
+    ("further", "words"),
+    [
+        (("--trains",), "cannot be combined with --trains"),
+        (("--set", "mesh.dp=2"), "'dp'"),
+        (("--set", "pipeline.blocks=[1,2]"), "[W103]: --set: the search does not vary pipeline.blocks"),
+    ],
+)
+def test_what_replaces_the_search_refuses_what_it_does_not_read(
+    asked: tuple[str, ...], further: tuple[str, ...], words: str
+) -> None:
+    refused = told("plan", *asked, "--devices", "1xH200", *further)
+    assert (refused.code, words in refused.err) == (2, True), refused.err
+
+
 def test_the_longest_rows_of_a_model() -> None:
     asked = ("plan", "llama-3-8b", "--devices", "4xH100-80GB", "--longest", "--set", "mesh.cp=4")
     (found,) = answer(*asked)["longest"]

@@ -14,7 +14,7 @@ from tiny import build_engine, train_steps
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import weft
-from weft.core.errors import BadValueError, CheckpointError
+from weft.core.errors import BadValueError, CheckpointError, ModelError
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.engine.objective import CausalLanguageModel
@@ -70,12 +70,20 @@ def test_the_parts_are_what_trains(tmp_path: Path) -> None:
     loss = 2 * torch.nn.functional.cross_entropy(
         model(input_ids=batch["input_ids"]).logits.flatten(0, 1), batch["labels"].flatten()
     )
-    assert _losses(tmp_path / "run")[0] == pytest.approx(float(loss), rel=1e-5)
+    assert _losses(tmp_path / "run")[0] == pytest.approx(float(loss.detach()), rel=1e-5)
     resumed = weft.train(resume=tmp_path / "run", **given)
     assert resumed["run"]["status"] == "finished"
     straight = weft.train(run, out=tmp_path / "straight", **given)
     assert straight["run"]["steps"] == 6
     assert _losses(tmp_path / "run") == _losses(tmp_path / "straight")
+
+
+def test_a_model_of_the_callers_own_is_not_judged_by_the_run(tmp_path: Path) -> None:
+    run = RunSpec.from_tables({**RUN, "model": {"type": "gpt2", "config": {"n_positions": 8}}})
+    with pytest.raises(ModelError, match="8 positions"):
+        weft.train(run, out=tmp_path / "run", quiet=True)
+    ledger = weft.train(run, out=tmp_path / "run", model=_model, data=ROWS, quiet=True)
+    assert ledger["run"]["status"] == "finished"
 
 
 def test_rows_are_the_same_on_any_number_of_ranks_and_end() -> None:

@@ -13,7 +13,8 @@ from weft.core.model_shape import ModelShape
 from weft.core.plan import Plan
 from weft.core.precision import policy_of
 from weft.models.shape.lookup import shape_from_type
-from weft.plan.columns import Columns, columns_of
+from weft.plan.columns import Columns
+from weft.plan.plan_rows import columns_of
 from weft.plan.request import Request, Workload
 from weft.plan.rules import legal_rows
 from weft.plan.space import Freedom, enumerate_plans

@@ -10,7 +10,7 @@ from plan_cases import one, request_of, tiny_llama, view_with
 from weft.core.executable import not_executed_reasons
 from weft.core.plan import Plan
 from weft.core.terms import StepTerm
-from weft.plan.columns import columns_of, plan_at
+from weft.plan.plan_rows import columns_of, plan_at
 from weft.plan.time.step_time import estimate_time
 from weft.plan.traffic import estimate_traffic
 

@@ -10,8 +10,9 @@ from plan_cases import columns_with, legal_plans, one, plan_with, request_of, re
 
 from weft.core.plan import Pipeline as PipelineSection
 from weft.core.plan import Plan
-from weft.plan.columns import SCHEDULES, TP_MODES, Columns, array_names, columns_of, plan_at
+from weft.plan.columns import SCHEDULES, TP_MODES, Columns, array_names
 from weft.plan.estimate import estimate_columns
+from weft.plan.plan_rows import columns_of, plan_at
 from weft.plan.request import Request
 
 

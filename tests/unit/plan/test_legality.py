@@ -13,8 +13,8 @@ from plan_cases import request_of, tiny_llama
 from weft.core.errors import BatchError, MeshError, NotBuiltError, WeftError
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
-from weft.plan.columns import columns_of
 from weft.plan.legality import RULES, broken_rules, is_legal, require_legal
+from weft.plan.plan_rows import columns_of
 from weft.plan.rules import check_plan
 from weft.schedule import NAMES
 
@@ -136,6 +136,15 @@ def test_each_rule_has_a_plan_that_it_alone_refuses(rule: str, tables: dict[str,
         ("samples", {"samples": {"every": 1, "prompts": ["a"]}}, {"mesh": {"pp": 2}}),
         ("positions", {"model": {"type": "gpt2", "config": {"n_positions": 16}}}, {}),
         ("chunks", {"model": {"type": "opt"}}, {"activations": {"sequence_chunk": 8}}),
+        ("router of model", {"router": {"z_loss": 0.1}}, {}),
+        ("isolation", {"model": {"type": "opt"}, "data": {"sequence_length": 64, "packing": "documents"}}, {}),
+        ("tensor", {"model": {"type": "llama", "config": {"num_attention_heads": 1}}}, {"mesh": {"tp": 2}}),
+        ("stages", {"model": {"type": "llama", "config": {"num_hidden_layers": 1}}}, {"mesh": {"pp": 2}}),
+        (
+            "blocks",
+            {"model": {"type": "llama", "config": {"num_hidden_layers": 1}}},
+            {"activations": {"policy": "budget", "mixture": [1, 1]}},
+        ),
         (
             "samples",
             {"samples": {"every": 1, "prompts": ["a"]}},
@@ -175,7 +184,7 @@ def test_each_rule_of_the_table_is_tried() -> None:
         "optimizer",
         "bad steps",
         "samples",
-    } | {"objective", "positions", "chunks"}
+    } | {"objective", "positions", "chunks", "router of model", "isolation", "tensor", "stages", "blocks"}
     assert {one.name for one in RULES} == names
 
 
@@ -206,7 +215,7 @@ def test_each_rule_of_the_table_is_tried() -> None:
 def test_a_layout_that_cannot_do_what_router_asks_is_refused(
     router: dict[str, Any], tables: dict[str, Any], words: str, hint: str
 ) -> None:
-    given_plan, given_run = Plan.from_tables(tables), run(8, router=router)
+    given_plan, given_run = Plan.from_tables(tables), run(8, router=router, model={"type": "mixtral"})
     assert [one.name for one in RULES if list(one.reasons(given_plan, given_run))] == ["router"]
     with pytest.raises(NotBuiltError, match=words) as refused:
         require_legal(given_plan, given_run)

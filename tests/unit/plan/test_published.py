@@ -20,7 +20,7 @@ from published_plans import (
     request_of_run,
 )
 
-from weft.plan.columns import columns_of
+from weft.plan.plan_rows import columns_of
 from weft.plan.rules import check_plan
 from weft.plan.search import search
 from weft.plan.space import Freedom

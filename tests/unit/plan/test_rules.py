@@ -12,7 +12,8 @@ from plan_cases import columns_with, legal_plans, request_of, requests, tiny_lla
 
 from weft.core.plan_checks import check_consistent
 from weft.core.precision import resolve
-from weft.plan.columns import SCHEDULES, plan_at
+from weft.plan.columns import SCHEDULES
+from weft.plan.plan_rows import plan_at
 from weft.plan.request import Request
 from weft.plan.rules import RULES, check_plan, legal_rows, nearest_legal
 from weft.plan.space import Freedom, enumerate_plans

@@ -10,8 +10,8 @@ from plan_cases import request_of, requests, tiny_llama, tiny_mixtral
 
 from weft.core.plan import Plan
 from weft.core.plan_checks import check_consistent
-from weft.plan.columns import columns_of
 from weft.plan.estimate import Estimate, estimate
+from weft.plan.plan_rows import columns_of
 from weft.plan.request import Request
 from weft.plan.rules import check_plan
 from weft.plan.search import DOES_NOT_FIT, TIE, Answer, complexity, search

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from plan_cases import columns_with, legal_plans, request_of, requests, tiny_llama, tiny_mixtral
 
 from weft.core.plan import Plan
-from weft.plan.columns import Columns, array_names, plan_at
+from weft.plan.columns import Columns, array_names
+from weft.plan.plan_rows import plan_at
 from weft.plan.request import Request
 from weft.plan.resolve import with_choices
 from weft.plan.rules import check_plan

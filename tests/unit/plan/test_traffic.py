@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import legal_plans, one, request_of, requests, tiny_llama, tiny_mixtral, view_with
 
+from weft.core.model_shape import ModelShape
 from weft.models.shape.lookup import shape_from_type
 from weft.plan.request import Request
 from weft.plan.traffic import Traffic, estimate_traffic
@@ -233,6 +234,23 @@ def test_keys_and_values_are_gathered_twice_and_their_gradients_reduced() -> Non
         ("all_gather", "backward"): (once, 48),
         ("reduce_scatter", "backward"): (once, 48),
     }
+
+
+@pytest.mark.parametrize("attention", ["gather", "ring", "ulysses"])
+def test_every_call_of_attention_in_a_block_has_its_exchanges(attention: str) -> None:
+    once, twice = (request_of(shape, "2xH100-80GB", global_batch=4, sequence_length=128) for shape in called(1, 2))
+    plan = {"cp": 2, "microbatches": 4, "attention": attention, "policy": "full"}
+    expected = {key: (2 * moved, 2 * count) for key, (moved, count) in rows(traffic(once, **plan), "cp").items()}
+    assert rows(traffic(twice, **plan), "cp") == expected
+
+
+def called(*numbers: int) -> list[ModelShape]:
+    """Models whose blocks call attention that many times."""
+    shape = tiny_llama()
+    (block,) = shape.kinds
+    assert block.attention is not None
+    attentions = [replace(block.attention, calls=number) for number in numbers]
+    return [replace(shape, kinds=(replace(block, attention=each),)) for each in attentions]
 
 
 @pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("full", 2)])

@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.verify.near_ties import FACTOR, evaluation_swing
+from weft.verify.near_ties import (
+    FACTOR,
+    SHARES,
+    Shake,
+    evaluation_swing,
+    runs_that_choose_otherwise,
+    shaken,
+)
+from weft.verify.run_trace import RunTrace
 from weft.verify.tolerances import NOISE_SHARE
 
 
@@ -32,3 +40,22 @@ def test_a_smooth_evaluation_moves_by_a_share_of_the_update() -> None:
 def test_what_did_not_train_does_not_move() -> None:
     weights = {"gate": torch.tensor([0.5, 0.5 - 1e-12], dtype=torch.float64)}
     assert evaluation_swing(loss_of_the_chosen_expert, weights, weights) == 0
+
+
+def test_an_element_that_did_not_train_does_not_move() -> None:
+    """Routers that start at zero: experts that no token has chosen have equal scores, and stay so in correct runs."""
+    initial, weights = {"gate": torch.zeros(4).double()}, {"gate": torch.tensor([0.1, 0.0, -0.2, 0.0]).double()}
+    moved = shaken(weights, initial, Shake(0))["gate"]
+    assert ((moved != weights["gate"]) == torch.tensor([True, False, True, False])).all()
+    assert (moved - weights["gate"]).norm() == pytest.approx(NOISE_SHARE * weights["gate"].norm())
+
+
+def test_runs_that_choose_otherwise_begin_with_the_nearest_tie() -> None:
+    def run(shake: Shake) -> RunTrace:
+        """Draw 5 crosses its tie in step 2, draw 1 another one by 4 times the movement in step 1, others none."""
+        crossed = {5: (2, SHARES[0]), 1: (1, SHARES[1])}.get(shake.draw)
+        step = crossed[0] if crossed and shake.share >= crossed[1] else 0
+        return RunTrace(choices=[{"experts": torch.tensor([[int(step == each)]])} for each in (1, 2)])
+
+    truth = RunTrace(choices=[{"experts": torch.tensor([[0]])}] * 2)
+    assert [step for _, step in runs_that_choose_otherwise(truth, run)] == [2, 1]

@@ -20,6 +20,7 @@ from weft.verify.request import (
     data_parallel_plans,
     every_plan,
     expert_parallel_plans,
+    judged_plans,
     tensor_parallel_plans,
 )
 from weft.verify.verdict import RULES, Check, Coverage, Finding, Verdict, VerdictTable, Worst
@@ -219,7 +220,20 @@ def test_all_gives_every_plan_and_a_matrix(monkeypatch: pytest.MonkeyPatch, tmp_
     answer = json.loads(out)
     assert (answer["ok"], [verdict["ok"] for verdict in answer["verdicts"]]) == (False, [True, False])
     assert "1 of 2 plans pass" in err
+    left_out = [line for line in err.splitlines() if ": left out: " in line]
+    assert len(left_out) == len(list(judged_plans(2, {}, RunSpec.default()))) - 22 > 0
+    assert any(line.startswith("ZeRO-1, dp_shard 2, ep 2") and "has no experts" in line for line in left_out)
     assert "first update" in page.read_text(encoding="utf-8")
+
+
+def test_layouts_that_the_model_does_not_allow_are_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = answer_with(monkeypatch, GOOD)
+    one = ("--set", "model.config.num_attention_heads=1", "--set", "model.config.num_key_value_heads=1")
+    _, _, err = call_weft("verify", "--nproc", "2", "--all", *one, "--set", "model.config.num_hidden_layers=2")
+    assert all(plan.mesh.tp == 1 for plan in asked[0].plans)
+    left_out = [line for line in err.splitlines() if ": left out: " in line]
+    assert sum("llama: attention heads must divide over tp" in line for line in left_out) == 4
+    assert sum("llama: every pipeline stage needs a block" in line for line in left_out) == 4  # two per rank
 
 
 @pytest.mark.parametrize(

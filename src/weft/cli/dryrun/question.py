@@ -18,7 +18,6 @@ from weft.dryrun.record import DryRun
 from weft.plan.ask import ask
 from weft.plan.changes import Change, largest_saving, saving_of, smallest_changes
 from weft.plan.estimate import Estimate, estimate
-from weft.plan.model_rules import require_model_fits
 from weft.plan.request import Request
 from weft.plan.resolve import resolve
 
@@ -53,7 +52,6 @@ class DryRunQuestion:
             return devices_of(device, num_ranks=num_ranks)
 
         plan = resolve(tables, run, on_gpu=not is_cpu, devices=devices, source=source)
-        require_model_fits(plan, run)
         named = devices_of(device or ANY_GPU, num_ranks=plan.num_ranks)
         return DryRunQuestion(
             run=run,

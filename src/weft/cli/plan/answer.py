@@ -12,11 +12,9 @@ from weft import hardware
 from weft.cli.output import write_text
 from weft.cli.plan import view
 from weft.cli.plan.confirm import Confirmation
-from weft.cli.resolve import require_known_sections
-from weft.core.config import apply_settings, parse, read_toml
-from weft.core.errors import BadValueError, PlanError, WeftError
-from weft.core.plan import SECTIONS, Plan
-from weft.core.run_spec import RunSpec
+from weft.cli.plan.settings import attention_of, document_length_of, fixed_keys, require_settable
+from weft.core.config import apply_settings, read_toml
+from weft.core.errors import PlanError
 from weft.core.units import format_bytes, format_count, format_seconds
 from weft.plan.arithmetic import explain_memory
 from weft.plan.ask import Question, ask, require_planned
@@ -29,7 +27,7 @@ from weft.plan.offloaded_blocks import with_chosen_blocks
 from weft.plan.resolve import with_choices, with_whole_loss
 from weft.plan.rules import nearest_legal
 from weft.plan.search import Answer, search
-from weft.plan.space import Freedom, check_fixed
+from weft.plan.space import Freedom
 from weft.plan.time.documents import documents_note
 from weft.plan.trained import built, why_not_trained
 from weft.plan.why import loses_by, smallest_changes, what_would_change, why_best
@@ -68,53 +66,6 @@ def find_plans(
     return question, _search(question, built(fixed) if only_trained else Freedom(fixed=fixed), top=top)
 
 
-def attention_of(settings: list[str]) -> tuple[str | None, list[str]]:
-    """(model.attention if set, the other settings): a key of run.toml that changes a plan's cost and has no option."""
-    named, settings = _taken(settings, "model", "attention")
-    return None if named is None else str(named), settings
-
-
-def document_length_of(model: str, settings: list[str]) -> tuple[float | None, list[str]]:
-    """(the mean length of the document that a token is in, the other settings).
-
-    As set by data.document_length; else of the rows of a run.toml whose documents do not attend to each other and whose
-    tokens are cached."""
-    given, settings = _taken(settings, "data", "document_length")
-    if given is None:
-        return _cached_document_length(model), settings
-    if isinstance(given, bool) or not isinstance(given, int | float):
-        raise BadValueError(f"data.document_length = {given!r} is not a number", hint="give a mean length in tokens")
-    return float(given), settings
-
-
-def _cached_document_length(model: str) -> float | None:
-    if not model.endswith(".toml"):
-        return None
-    run = RunSpec.from_tables(read_toml(Path(model)), source=model)
-    if not run.data.trains_isolated:
-        return None
-    from weft.data.document_length import find_document_length  # loads torch
-
-    try:
-        return find_document_length(run.data)
-    except WeftError:  # a plan needs no data: it may be made on another machine
-        return None
-
-
-def _taken(settings: list[str], section: str, key: str) -> tuple[Any, list[str]]:
-    """(the value of a key of run.toml if set, the other settings)."""
-    given = [one for one in settings if one.partition("=")[0].strip() == f"{section}.{key}"]
-    return apply_settings({}, given).get(section, {}).get(key), [one for one in settings if one not in given]
-
-
-def fixed_keys(settings: list[str]) -> dict[str, Any]:
-    """--set section.key=value as {"section.key": value}, checked against plan.toml's keys."""
-    require_known_sections(settings, known=SECTIONS)
-    tables = apply_settings({}, settings)
-    parse(Plan, tables, source="--set")
-    return {f"{section}.{key}": value for section, table in tables.items() for key, value in table.items()}
-
-
 def _precision(plan_path: Path | None, fixed: dict[str, Any], preset: str | None, devices: str) -> dict[str, Any]:
     """[precision] of the plan file, of --set, of --precision; bf16 by default."""
     tables: dict[str, Any] = {"preset": preset or "bf16"}
@@ -143,8 +94,7 @@ def _estimate_one(question: Question, path: Path, settings: list[str]) -> Answer
 
 
 def _search(question: Question, freedom: Freedom, *, top: int) -> Answer:
-    for sentence, hint in check_fixed(freedom.fixed):
-        raise BadValueError(f"--set: {sentence}", hint=hint)
+    require_settable(freedom.fixed)
     answer = search(question.request, freedom=freedom, precision=question.precision, top=top)
     if not answer.plans:
         reason = max(answer.rejected, key=lambda name: answer.rejected[name], default="no mesh matches the fixed keys")

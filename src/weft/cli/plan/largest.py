@@ -8,12 +8,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from weft.cli.plan.answer import attention_of, devices_as_dict, fixed_keys
+from weft.cli.plan.answer import devices_as_dict
+from weft.cli.plan.settings import keys_beside
 from weft.core.errors import InputError
 from weft.core.units import format_bytes, format_count
 from weft.plan.ask import Question
 from weft.plan.largest import Largest, largest_models
-from weft.plan.space import check_fixed
 from weft.plan.words import describe
 
 
@@ -21,15 +21,9 @@ def print_largest(
     family: str, devices: str, *, settings: list[str], refused: dict[str, Any], as_json: bool, **asked: Any
 ) -> bool:
     """Print the answer; whether any model fits. `refused`: options that have no meaning here, if given."""
-    for option, value in refused.items():
-        if value:
-            raise InputError(f"--largest cannot be combined with {option}", hint=f"weft plan --largest {family} alone")
-    attention, settings = attention_of(settings)
+    attention, fixed = keys_beside("--largest", f"weft plan --largest {family}", settings=settings, refused=refused)
     if attention is not None:
         raise InputError("--largest cannot be combined with --set model.attention", hint="leave it out")
-    fixed = fixed_keys(settings)
-    for sentence, hint in check_fixed(fixed):
-        raise InputError(f"--set: {sentence}", hint=hint)
     question, found = largest_models(family, devices, fixed=fixed, **asked)
     if as_json:
         print(json.dumps(as_dict(family, question, found)))

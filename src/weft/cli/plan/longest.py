@@ -8,12 +8,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from weft.cli.plan.answer import attention_of, devices_as_dict, fixed_keys
-from weft.core.errors import InputError
+from weft.cli.plan.answer import devices_as_dict
+from weft.cli.plan.settings import keys_beside
 from weft.core.units import format_bytes, format_count
 from weft.plan.ask import Question, ask
 from weft.plan.longest import Longest, longest_rows
-from weft.plan.space import check_fixed
 from weft.plan.words import describe
 
 
@@ -28,13 +27,12 @@ def print_longest(
     **asked: Any,
 ) -> bool:
     """Print the answer; whether any rows fit. `refused`: options that have no meaning here, if given."""
-    for option, value in {**refused, "--sequence-length": asked["sequence_length"]}.items():
-        if value:
-            raise InputError(f"--longest cannot be combined with {option}", hint=f"weft plan {model} --longest alone")
-    attention, settings = attention_of(settings)
-    fixed = fixed_keys(settings)
-    for sentence, hint in check_fixed(fixed):
-        raise InputError(f"--set: {sentence}", hint=hint)
+    attention, fixed = keys_beside(
+        "--longest",
+        f"weft plan {model} --longest",
+        settings=settings,
+        refused={**refused, "--sequence-length": asked["sequence_length"]},
+    )
     question = ask(model, devices, attention=attention, **asked)
     if host_memory_bytes is not None:
         question = question.with_host_memory(host_memory_bytes)

@@ -6,7 +6,7 @@ heads are its own. Nothing here knows a family.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
@@ -23,6 +23,7 @@ from weft.engine.cp.exchange import POSITIONS, gather, to_heads, to_rows
 from weft.engine.cp.positions import Positions
 from weft.engine.cp.regather import keeping_own, repeated
 from weft.engine.cp.ring import Ring, ring_attention
+from weft.engine.cp.row_masks import RowMask
 from weft.engine.cp.slices import Attending
 from weft.engine.mesh import ContextGroups
 from weft.models.cp.softmax import Attention, is_by_head, scale_of, sinks_of
@@ -64,9 +65,7 @@ class ContextAttention:
     def _head_ranks(self) -> int:
         return self._policy.head_ranks(self._place[0])
 
-    def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
-    ) -> Any:
+    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
         degree, rank = self._place
         positions = Positions(length=degree * key.shape[POSITIONS], degree=degree, rank=rank, split=self._policy.split)
         if self._own is None:
@@ -87,7 +86,7 @@ class ContextAttention:
         assert self._own is not None
         if self._groups.keys is None:
             with _with_groups(module, query.shape[1] // key.shape[1]), self._attending.by("ulysses"):
-                return self._own(module, query, key, value, mask, **kwargs)
+                return _in_pieces(self._own, module, query, (key, value), mask, kwargs)
         if self._policy.attention == "ring":
             ring = Ring(positions=positions, group=self._groups.keys, scale=scale_of(query, kwargs), mask=mask)
             return ring_attention(query, key, value, sinks_of(module, query.shape[1], kwargs), ring), None
@@ -118,7 +117,7 @@ class ContextAttention:
         kept = nullcontext() if keeps_gathered else keeping_own(pairs, positions, group, repeats=times)
         with _with_groups(module, query.shape[1] // wholes[0].shape[1]), kept, self._attending.by("gather"):
             if mask is not None:
-                return self._own(module, query, *wholes, mask, **kwargs)
+                return _in_pieces(self._own, module, query, wholes, mask, kwargs)
             scale, dropout = kwargs.get("scaling"), kwargs.get("dropout", 0.0)
             return causal_attention(query, wholes[0], wholes[1], positions, scale=scale, dropout=dropout), None
 
@@ -145,7 +144,7 @@ class ContextAttention:
 
     def _require_mask(self, mask: Any, queries: int, keys: int) -> None:
         """A mask that the interface did not make, or none, would be silently wrong."""
-        if not isinstance(mask, Tensor) or tuple(mask.shape[-2:]) != (queries, keys):
+        if not isinstance(mask, Tensor | RowMask) or tuple(mask.shape[-2:]) != (queries, keys):
             raise self._refused(f"attends with a mask of its own, of shape {tuple(getattr(mask, 'shape', ()))}")
 
     def _require_dropout(self, rate: float) -> None:
@@ -166,6 +165,23 @@ class ContextAttention:
 
     def _refused(self, why: str) -> ModelError:
         return ModelError(f"context parallelism does not work here: {self._name} {why}", hint="use mesh.cp = 1")
+
+
+def _in_pieces(
+    own: Attention, module: nn.Module, query: Tensor, wholes: Sequence[Tensor], mask: Any, kwargs: Mapping[str, Any]
+) -> Any:
+    """The model's attention function, called for the queries and keys of each piece of a mask."""
+    if not isinstance(mask, RowMask):
+        return own(module, query, *wholes, mask, **kwargs)
+    has_bias = any(isinstance(given, Tensor) and given.ndim > 2 for given in kwargs.values())
+    if has_bias or kwargs.get("dropout", 0.0) > 0:  # a number per query and key, or drawn for whole rows
+        return own(module, query, *wholes, mask.whole(), **kwargs)
+    outs = []
+    for queries, keys in mask.pieces:
+        seen = (whole.narrow(POSITIONS, keys.start, len(keys)) for whole in wholes)
+        piece = query.narrow(POSITIONS, queries.start, len(queries))
+        outs.append(own(module, piece, *seen, mask.at(queries, keys), **kwargs)[0])
+    return (outs[0] if len(outs) == 1 else torch.cat(outs, 1)), None
 
 
 @torch.compiler.disable(reason="exchanges between ranks stay outside of compiled graphs")  # type: ignore[no-untyped-call, untyped-decorator]

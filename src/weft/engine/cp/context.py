@@ -31,14 +31,18 @@ SEARCH = "find_packed_sequence_indices"  # a test fails when it moves
 class CPContext(AxisContext):
     """Losses of ranks are parts of a sum, so all count; every rank counts the labels of whole rows, so one is enough.
 
-    `multiple`: each rank's positions are a multiple of it (sequence parallel divides them again).
+    `multiple`: each rank's positions are a multiple of it (sequence parallel divides them again). `masks_in_pieces`:
+    the model hands masks on as they are.
     """
 
     axis = axes.CP
     active: ClassVar[CPContext | None] = None  # whose model's forward runs
 
-    def __init__(self, policy: ContextParallel, groups: ContextGroups, *, inner: str, multiple: int) -> None:
+    def __init__(
+        self, policy: ContextParallel, groups: ContextGroups, *, inner: str, multiple: int, masks_in_pieces: bool
+    ) -> None:
         self.policy, self._groups, self.inner, self.multiple = policy, groups, inner, multiple
+        self._in_pieces = masks_in_pieces
         self._degree, self._rank = dist.get_world_size(groups.whole), dist.get_rank(groups.whole)
         self._rows: WholeRows | None = None
         self._find_documents = getattr(sys.modules[MASKS], SEARCH)
@@ -98,7 +102,8 @@ class CPContext(AxisContext):
         queries = self._rows.positions.of_groups(self.policy.head_ranks(self._degree))
         is_fused = self.inner == "sdpa"
         try:
-            return mask_of(inner, self._rows, queries=queries, is_fused=is_fused)(**kwargs)
+            made = mask_of(inner, self._rows, queries=queries, is_fused=is_fused, in_pieces=self._in_pieces)
+            return made(**kwargs)
         except IndexError as error:
             raise ModelError(
                 "context parallelism does not work here: a mask function of the model reads a tensor of one rank's"

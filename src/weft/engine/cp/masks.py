@@ -18,6 +18,7 @@ from torch._guards import active_fake_mode  # no public form
 
 from weft.core.errors import ModelError
 from weft.engine.cp.positions import Positions
+from weft.engine.cp.row_masks import RowMask
 from weft.engine.objective import IGNORED
 
 Mask = Callable[..., Any]
@@ -90,11 +91,11 @@ def own_rows(batch: Mapping[str, Tensor], positions: Positions) -> dict[str, Ten
     return taken
 
 
-def mask_of(inner: Mask, rows: WholeRows, *, queries: Positions, is_fused: bool) -> Mask:
+def mask_of(inner: Mask, rows: WholeRows, *, queries: Positions, is_fused: bool, in_pieces: bool) -> Mask:
     """The mask function of the attention implementation `inner` for the queries that this rank attends with.
 
-    None for plain causal attention if it is fused: a mask of a rank's queries and all keys would be large. Nor has a
-    window that no row fills a mask in one process, and the dropout of another kernel would draw other numbers.
+    None for plain causal attention if it is fused: its kernels need no mask. Nor has a window that no row fills a mask
+    in one process, and the dropout of another kernel would draw other numbers. `in_pieces`: a model takes a `RowMask`.
     """
     positions, causal = rows.positions, getattr(sys.modules[MASKS], CAUSAL)
 
@@ -103,22 +104,34 @@ def mask_of(inner: Mask, rows: WholeRows, *, queries: Positions, is_fused: bool)
         may_skip = kwargs.get("allow_is_causal_skip", True) and padding is None
         if is_fused and may_skip and (mask_function is causal or (window is not None and rows.length < window)):
             return None
-        device = torch.device(device)
-        own = queries.index(device)
 
-        def at_positions(b: Any, h: Any, q: Any, k: Any) -> Any:
-            allowed = mask_function(b, h, own[q], k)
-            return allowed & ((k < rows.length) | (own[q] >= rows.length)) if rows.is_padded else allowed
+        def ask(own: Tensor, keys: range) -> Tensor:
+            def at_positions(b: Any, h: Any, q: Any, k: Any) -> Any:
+                allowed = mask_function(b, h, own[q], k)
+                return allowed & ((k < rows.length) | (own[q] >= rows.length)) if rows.is_padded else allowed
 
-        kwargs |= {
-            "q_length": len(own),
-            "kv_length": positions.length,
-            "q_offset": 0,
-            "kv_offset": 0,
-            "allow_is_causal_skip": False,
-            "allow_is_bidirectional_skip": False,
-            "use_vmap": False,
-        }
-        return inner(batch_size=batch_size, mask_function=at_positions, attention_mask=padding, device=device, **kwargs)
+            given = kwargs | {
+                "q_length": len(own),
+                "kv_length": len(keys),
+                "q_offset": 0,
+                "kv_offset": keys.start,
+                "allow_is_causal_skip": False,
+                "allow_is_bidirectional_skip": False,
+                "use_vmap": False,
+                "attention_mask": padding,
+                "device": own.device,
+            }
+            made: Tensor = inner(batch_size=batch_size, mask_function=at_positions, **given)
+            return made
+
+        found = RowMask(
+            ask,
+            queries.spans,
+            positions.length,
+            rows=batch_size,
+            device=torch.device(device),
+            is_fixed=padding is None and rows.documents is None,
+        )
+        return found if in_pieces else found.whole()
 
     return mask

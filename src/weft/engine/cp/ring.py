@@ -25,6 +25,7 @@ from weft.core.sequence_split import spans_of
 from weft.engine.cp.blocks import Seen, Softmax, Whole, attend, exact, gradients
 from weft.engine.cp.exchange import POSITIONS, Group, PendingHop, begin_hop
 from weft.engine.cp.positions import Positions
+from weft.engine.cp.row_masks import RowMask
 from weft.models.cp.softmax import is_allowed
 
 Pair = tuple[Tensor, Tensor]
@@ -39,7 +40,7 @@ class Ring:
     positions: Positions
     group: Group
     scale: float
-    mask: Tensor | None
+    mask: Tensor | RowMask | None
 
     def spans_of(self, rank: int) -> tuple[range, ...]:
         at = self.positions
@@ -60,7 +61,7 @@ class Ring:
         has_any, has_all = _known_of(self.mask, self.positions)[own.start, keys.start]
         if not has_any:
             return None
-        return Seen() if has_all else Seen(mask=is_allowed(_at(_at(self.mask, queries), keys, -1)))
+        return Seen() if has_all else Seen(mask=_allowed(self.mask, queries, keys))
 
     def passes(self, key: Tensor, value: Tensor) -> Iterator[tuple[int, Pair]]:
         """Every rank's keys and values in turn, own ones first; the next are on their way."""
@@ -168,22 +169,27 @@ def _places(spans: tuple[range, ...]) -> Iterator[tuple[range, range]]:
         begin += len(span)
 
 
-def _known_of(mask: Tensor, positions: Positions) -> dict[tuple[int, int], tuple[bool, bool]]:
+def _allowed(mask: Tensor | RowMask, queries: range, keys: range) -> Tensor:
+    return is_allowed(mask.at(queries, keys) if isinstance(mask, RowMask) else _at(_at(mask, queries), keys, -1))
+
+
+def _known_of(mask: Tensor | RowMask, positions: Positions) -> dict[tuple[int, int], tuple[bool, bool]]:
     """Of each own piece and each piece of keys: whether some pair is allowed, and whether all are. Read once a mask."""
     if mask not in _seen_of_masks:
         size = len(positions.spans[0])
-        pieces = positions.length // size
-        own = is_allowed(mask).reshape(*mask.shape[:2], -1, size, pieces, size)
+        blocks = [
+            (queries, own.start, range(begin, begin + size))
+            for queries, own in _places(positions.spans)
+            for begin in range(0, positions.length, size)
+        ]
         if active_fake_mode() is None:
-            read = torch.stack([own.any(-1).any(-2), own.all(-1).all(-2)])  # [2, rows, heads, own pieces, pieces]
-            read = torch.stack([read[0].flatten(0, 1).any(0), read[1].flatten(0, 1).all(0)])
-            found = read.tolist()
+            parts = (_allowed(mask, queries, keys) for queries, _, keys in blocks)
+            found = torch.stack([torch.stack([part.any(), part.all()]) for part in parts]).tolist()
         else:  # a dry run: every pair may be
-            found = [[[given] * pieces] * len(positions.spans) for given in (True, False)]
+            found = [[True, False]] * len(blocks)
         _seen_of_masks[mask] = {
-            (span.start, piece * size): (found[0][index][piece], found[1][index][piece])
-            for index, span in enumerate(positions.spans)
-            for piece in range(pieces)
+            (own, keys.start): (has_any, has_all)
+            for (_, own, keys), (has_any, has_all) in zip(blocks, found, strict=True)
         }
     return _seen_of_masks[mask]  # type: ignore[no-any-return]
 

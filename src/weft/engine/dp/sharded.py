@@ -41,6 +41,7 @@ from weft.comm.sums import GroupSum
 from weft.core.precision import PrecisionPolicy
 from weft.core.shards import zero_dim
 from weft.engine.dp.coded import CodedAllGather, CodedReduceScatter, errors_of_unit
+from weft.engine.dp.integer_shards import patch_integer_shards
 from weft.engine.dp.pipeline_replicas import sum_bucket
 from weft.engine.dp.secondary import SecondaryAllGather
 from weft.engine.dp.strategy import Strategy
@@ -78,6 +79,7 @@ def shard_units(
 
     `experts`: modules that are units of their own inside their blocks, with the ranks that hold the same experts.
     """
+    patch_integer_shards()
     mixed = MixedPrecisionPolicy()
     if precision.is_low:
         # gradients accumulate in it; `coded.py` rounds what travels

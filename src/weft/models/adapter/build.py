@@ -29,7 +29,13 @@ def run_skeleton(run: RunSpec, config: Any) -> nn.Module:
 def initial_weights(run: RunSpec, config: Any, *, device: torch.device) -> WeightSource:
     """Random weights of the run's model, by (seed, module name)."""
     skeleton = build_skeleton(config, attention=run.model.attention)
-    return with_adapter(InitialWeights(skeleton, describe(skeleton), seed=run.train.seed, device=device), run, config)
+    drawn = InitialWeights(skeleton, describe(skeleton), seed=run.train.seed, device=drawing_device(run, device))
+    return with_adapter(drawn, run, config)
+
+
+def drawing_device(run: RunSpec, device: torch.device) -> torch.device:
+    """Where random weights are drawn. A base in codes is not saved: an export draws it again, on a CPU."""
+    return torch.device("cpu") if run.adapter.is_quantised else device
 
 
 def with_adapter(base: WeightSource, run: RunSpec, config: Any) -> WeightSource:

@@ -79,7 +79,9 @@ def values_of(codes: Tensor, scales: Tensor, kind: str) -> Tensor:
 
 def _levels(kind: str, device: torch.device) -> Tensor:
     if kind == "int8":
-        return torch.arange(-INT8_TOP, 256 - INT8_TOP, device=device, dtype=torch.float32) / INT8_TOP
+        # by a tensor: CUDA divides by a number as it multiplies by its reciprocal, which may be another last bit
+        top = torch.full((), INT8_TOP, device=device, dtype=torch.float32)
+        return torch.arange(-INT8_TOP, 256 - INT8_TOP, device=device, dtype=torch.float32) / top
     return torch.tensor(NF4_LEVELS, device=device)
 
 

@@ -3,7 +3,8 @@
 A small model with the same structure runs with an attention that mixes no positions: each has its own value. Then one
 token is changed. A position that changes elsewhere was reached by something other than attention (a convolution, a
 recurrence, attention of the model's own), and parts of a row would be wrong. Further questions: do masks depend on
-tokens; does the model use the positions that it is given; are those that it counts by itself 0, 1, 2, …?
+tokens; does the model use the positions that it is given; are those that it counts by itself 0, 1, 2, …; does attention
+get one key of each position, in longer rows too (keys compressed of 128 positions show in no shorter row)?
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from weft.models.small_config import depth_overrides, width_factor, width_overri
 
 _NAME = "weft_probe"
 _LENGTH, _CHANGED = 16, 9
+_LONG = 512
 _DIFFERENCE = 1e-5  # above rounding: products over other rows may round otherwise, some in float32
 FAILURES = (AttributeError, LookupError, TypeError, ValueError, RuntimeError, ArithmeticError, AssertionError)
 
@@ -113,6 +115,7 @@ class _ProbedModel:
         self.model = model
         self.masks: list[Tensor] = []
         self.calls = 0
+        self.compresses = ""  # the first module whose attention has other keys than one of each position
 
     def why_not(self) -> str:
         ids = torch.randint(3, 60, (2, _LENGTH), generator=torch.Generator().manual_seed(1))
@@ -120,6 +123,8 @@ class _ProbedModel:
         changed[:, _CHANGED] = (changed[:, _CHANGED] - 2) % 50 + 5
         positions = torch.arange(_LENGTH).expand(2, -1)
         with torch.no_grad(), replaced_attention(self.model, self._own_value, masks="sdpa"):
+            if reason := self._keys_reason():
+                return reason
             try:
                 first, seen = self._forward(ids, positions)
             except TypeError as error:
@@ -145,6 +150,21 @@ class _ProbedModel:
             if name and is_stream and isinstance(twin, Tensor) and _moved_elsewhere(out, twin):
                 return f"{name} ({type(self.model.get_submodule(name)).__name__}) mixes positions outside of attention"
         return "something outside of attention mixes positions"
+
+    def _keys_reason(self) -> str:
+        """Whether each position has one key, in the longest rows that the model takes."""
+        length = _LONG
+        while not self.compresses and length > _LENGTH:
+            try:
+                self.model(input_ids=torch.full((1, length), 5), use_cache=False)
+                break
+            except FAILURES:  # a table of fewer positions
+                length //= 2
+        self.masks = []
+        if not self.compresses:
+            return ""
+        kind = type(self.model.get_submodule(self.compresses)).__name__
+        return f"{self.compresses} ({kind}) attends to keys of several positions each, and a rank has a part of them"
 
     def _positions_reason(self, ids: Tensor, positions: Tensor, first: Tensor) -> str:
         """Whether a part of a row has the positions that it is given."""
@@ -179,9 +199,12 @@ class _ProbedModel:
         return logits, seen
 
     def _own_value(
-        self, _module: nn.Module, query: Tensor, _key: Tensor, value: Tensor, mask: Any = None, **kwargs: Any
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **kwargs: Any
     ) -> Any:
         self.calls += 1
+        if key.shape[2] != query.shape[2] and not self.compresses:
+            self.compresses = next(name for name, each in self.model.named_modules() if each is module)
+        value = value[:, :, : query.shape[2]]
         self.masks += [each.clone() for each in (mask, *kwargs.values()) if isinstance(each, Tensor)]
         groups = query.shape[1] // value.shape[1]
         out = value.repeat_interleave(groups, 1) + query.mean(-1, keepdim=True)  # rotary positions show in queries
@@ -189,14 +212,16 @@ class _ProbedModel:
 
 
 @contextmanager
-def replaced_attention(model: nn.Module, attend: Callable[..., Any], *, masks: str) -> Iterator[None]:
-    """Inside, `model` calls `attend`, with masks as those of the implementation `masks`. For a model of one use: it
-    keeps the name of the implementation."""
+def replaced_attention(
+    model: nn.Module, attend: Callable[..., Any], *, masks: str | Callable[..., Any]
+) -> Iterator[None]:
+    """Inside, `model` calls `attend`, with the masks of a function, or of the implementation of a name. For a model of
+    one use: it keeps the name of the implementation."""
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
     AttentionInterface.register(_NAME, attend)
-    AttentionMaskInterface.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS[masks])
+    AttentionMaskInterface.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS[masks] if isinstance(masks, str) else masks)
     configs = {id(config): config for module in model.modules() if (config := vars(module).get("config"))}
     for config in configs.values():
         config._attn_implementation_internal = _NAME

@@ -12,7 +12,8 @@ Every tensor that autograd saves inside a block is counted once per storage, by 
 
 Two sequence lengths tell linear from quadratic tensors; constants are parameters' copies and are not counted. Only the
 first block of each kind runs, the others return its output. Fused attention saves its operands, output and one float32
-per head and query, as flash attention does.
+per head and query, as flash attention does. A last forward counts a block's calls of the attention interface, and the
+key-value heads that they get: a config may have others.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from weft.core.model_shape import AttentionShape, BlockProfile, BlockShape, ModelShape, MoeShape, SavedBytes
+from weft.models.cp.probe import replaced_attention
 from weft.models.shape.fake import fused_attention, transformers_patches
 from weft.models.shape.tracing import BlockRecord, SavedTensor, Tracer, install_hooks, is_stream
 from weft.models.tp.layout import TensorLayout
@@ -56,7 +58,8 @@ def profile_blocks(
             runs = _run(model, shape, tensors, kinds, dtype=dtype, lengths=lengths)
             for index, pair in enumerate(zip(*runs, strict=True)):
                 found[index][dtype.itemsize, writes_scores] = _BlockTrace(short=pair[0], long=pair[1], lengths=lengths)
-    return tuple(_profiled(kind, traces) for kind, traces in zip(shape.kinds, found, strict=True))
+    called = _as_called(models[False], shape, tensors, kinds, length=lengths[0])
+    return tuple(_profiled(kind, traces) for kind, traces in zip(called, found, strict=True))
 
 
 def _profiled(kind: BlockShape, traces: dict[tuple[int, bool], _BlockTrace]) -> BlockShape:
@@ -113,7 +116,7 @@ def _run(
     kinds: dict[str, int],
     *,
     dtype: torch.dtype,
-    lengths: tuple[int, int],
+    lengths: Sequence[int],
 ) -> list[list[BlockRecord]]:
     """What the first block of each kind saves in forwards of these lengths."""
     for parameter in model.parameters():
@@ -161,6 +164,32 @@ class _Forward:
         ):
             self.outputs[kind] = forward(*args, **kwargs)
         return self.outputs[kind]
+
+
+def _as_called(
+    model: nn.Module, shape: ModelShape, tensors: TensorLayout, kinds: dict[str, int], *, length: int
+) -> list[BlockShape]:
+    """The kinds of `shape` with what their attention functions get. The model is of no use afterwards."""
+    homes = {id(module): kind for name, kind in kinds.items() for module in model.get_submodule(name).modules()}
+    heads: dict[int, list[int]] = {}
+
+    def attend(
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    ) -> Any:
+        if id(module) in homes:
+            heads.setdefault(homes[id(module)], []).append(key.shape[1])
+        return query.new_empty(*query.transpose(1, 2).shape[:3], value.shape[-1]), None
+
+    with torch.no_grad(), replaced_attention(model, attend, masks="sdpa"):
+        _run(model, shape, tensors, kinds, dtype=DTYPES[0], lengths=(length,))
+    return [_with_calls(kind, heads.get(index, [])) for index, kind in enumerate(shape.kinds)]
+
+
+def _with_calls(kind: BlockShape, kv_heads: Sequence[int]) -> BlockShape:
+    """`kv_heads` of each call; none where attention is not behind the interface."""
+    if kind.attention is None or not kv_heads:
+        return kind
+    return replace(kind, attention=replace(kind.attention, num_kv_heads=kv_heads[0], calls=len(kv_heads)))
 
 
 # ------------------------------------------------------------------------------------------------- bytes by component

@@ -76,8 +76,9 @@ def _seconds(request: Request, columns: Columns, found: list[AttentionShape]) ->
     """Of the exchanges and the work on parts, per token; infinite where heads or groups do not divide."""
     kinds = [block for block in request.shape.kinds if block.attention is not None]
     largest, block = max(zip(found, kinds, strict=True), key=lambda each: each[0].num_heads)
-    (near, far), kept = context_links(request.cluster, columns), byte_sizes(request).activation
+    near, far = context_links(request.cluster, columns)
     n, c = columns.head_ranks, columns.key_ranks
+    kept = byte_sizes(request).activation * largest.calls
     keys = kept * kv_elements(columns, largest)
     queries = kept * largest.num_heads / columns.tp * (largest.head_dim + largest.value_dim)
     heads = near.exchange_seconds(2 * (n - 1) / n * (queries + keys), num_calls=0)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from weft.core.model_shape import ModelShape
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
@@ -16,6 +19,7 @@ from weft.plan.cp.rules import (
     RING_DROPOUT_HINT,
     drops_attention,
 )
+from weft.plan.per_run import kept_per_run
 
 _GATHER = "set context_parallel.attention = 'gather'"
 _FEW_TOKENS = 64  # of a model that takes its tokenizer's vocabulary
@@ -29,11 +33,11 @@ def check_context(plan: Plan, run: RunSpec, shape: ModelShape | None) -> list[tu
         return [(RING_DROPOUT, RING_DROPOUT_HINT)]
     if plan.context_parallel.ulysses > 1 and drops:
         return [(GROUP_DROPOUT, GROUP_DROPOUT_HINT)]
-    model = build_skeleton(build_config(run.model, vocab_size=_FEW_TOKENS), attention=run.model.attention)
-    if reason := why_not_divided(model):
-        return [(f"the sequence of {type(model).__name__} cannot be divided over ranks: {reason}", one)]
-    if plan.context_parallel.attention == "ring" and (reason := why_not_in_ring(model)):
-        name = type(model).__name__
+    name, reason = _why_not_divided(run)
+    if reason:
+        return [(f"the sequence of {name} cannot be divided over ranks: {reason}", one)]
+    name, reason = _why_not_in_ring(run) if plan.context_parallel.attention == "ring" else (name, "")
+    if reason:
         return [(f"context_parallel.attention = 'ring' cannot add up the attention of {name}: {reason}", _GATHER)]
     over_heads = plan.context_parallel.head_ranks(plan.mesh.cp)
     degree = over_heads * plan.mesh.tp
@@ -44,6 +48,22 @@ def check_context(plan: Plan, run: RunSpec, shape: ModelShape | None) -> list[tu
         begin = f"{_GATHER} and" if plan.context_parallel.attention == "ulysses" else "set"
         return [(sentence, f"{begin} context_parallel.ulysses = {_most_neighbours(heads, plan)}")]
     return _padded_mixture(plan, run, shape)
+
+
+@kept_per_run
+def _why_not_divided(run: RunSpec) -> tuple[str, str]:
+    return _named(run, why_not_divided)
+
+
+@kept_per_run
+def _why_not_in_ring(run: RunSpec) -> tuple[str, str]:
+    return _named(run, why_not_in_ring)
+
+
+def _named(run: RunSpec, why_not: Callable[[Any], str]) -> tuple[str, str]:
+    """The class of the run's model, and the reason against it, or ""."""
+    model = build_skeleton(build_config(run.model, vocab_size=_FEW_TOKENS), attention=run.model.attention)
+    return type(model).__name__, why_not(model)
 
 
 def _most_neighbours(heads: list[int], plan: Plan) -> int:

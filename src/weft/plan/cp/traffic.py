@@ -1,4 +1,4 @@
-"""Traffic of context parallelism, per block with attention and micro-batch, as the engine's attentions make it.
+"""Traffic of context parallelism, per call of attention in a block and micro-batch, as the engine's attentions make it.
 
 With the rank's keys and values k (of a tensor-parallel rank's heads), its queries q, and outputs o; n of the ranks
 exchange heads (all with ulysses), and keys travel between c = cp / n:
@@ -37,8 +37,9 @@ def traffic(view: View) -> list[TrafficRow]:
     for index, block in enumerate(view.shape.kinds):
         if block.attention is None:
             continue
-        times = view.stage.blocks[:, index] * m
-        repeats = (recomputed.full + recomputed.selective)[:, index] * m
+        calls = block.attention.calls * m
+        times = view.stage.blocks[:, index] * calls
+        repeats = (recomputed.full + recomputed.selective)[:, index] * calls
         rank_bytes = view.tokens * view.sizes.activation
         for is_on, passes in (
             (columns.head_ranks > 1, _heads(columns, block.attention, rank_bytes, times, repeats)),

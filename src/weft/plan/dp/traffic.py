@@ -17,7 +17,7 @@ import numpy as np
 
 from weft.core import axes
 from weft.plan.axis import SMALL_ELEMENTS, TrafficRow
-from weft.plan.columns import Floats
+from weft.plan.columns import Columns, Floats
 from weft.plan.dp.all_reduce import replica_bytes
 from weft.plan.dp.neighbours import by_node
 from weft.plan.memory.instant import has_buckets
@@ -38,7 +38,6 @@ def traffic(view: View) -> list[TrafficRow]:
     # ZeRO-3 all-gathers the root for every stage of a rank, though only the first and the last use it
     extra_gathers = np.where(columns.zero == 3, stage.num_stages - 1, 0.0)
     gathered_units = units + extra_gathers * has_root
-    m = columns.microbatches.astype(np.float64)
     shards = columns.shards.astype(np.float64)
     is_sharded = (columns.zero > 0) & (shards > 1)
     blocks = share.total.padded - share.root.padded - share.experts.padded
@@ -59,18 +58,7 @@ def traffic(view: View) -> list[TrafficRow]:
     sent = (trained.root.padded + reduced_blocks + twice.padded) * sizes.wire.number
     sent = sent + scales * shards * sizes.wire.block
     is_flat = columns.reduce_neighbours == 0
-    edp = columns.edp.astype(np.float64)
-    are_sharded = (columns.zero > 0) & (edp > 1)
-    experts = share.experts.padded
-    blocks_of_experts = share.experts.shard_code_blocks * edp
-    gathered_experts = gather_bytes(view.coded_bytes(experts, blocks_of_experts, experts * sizes.compute), edp)
-    scales_of_experts = trained.experts.shard_code_blocks * edp * sizes.wire.block
-    reduced_experts = gather_bytes(trained.experts.padded * sizes.wire.number + scales_of_experts, edp)
-    is_zero3 = columns.zero == 3
-    forwards, backwards, reductions = (
-        np.where(is_zero3, m, 1.0), np.where(is_zero3, m, 0.0), np.where(columns.zero >= 2, m, 1.0)
-    )  # fmt: skip
-    forward_times, backward_times, reduce_times = (times * is_sharded for times in (forwards, backwards, reductions))
+    forward_times, backward_times, reduce_times = (times * is_sharded for times in _times(columns))
     frozen_units = has_root * (trained.root.unsharded == 0)  # nothing of them is reduced
     reduces = (units - frozen_units + is_twice) * reduce_times
     replicas = np.where(columns.zero > 0, columns.dp_replicate, columns.dp * columns.cp).astype(np.float64)
@@ -91,16 +79,33 @@ def traffic(view: View) -> list[TrafficRow]:
             for axis, nbytes in by_node(columns, sent)
         ),
         *_between_replicas(view, held, replicas, units + expert_units),
-        *(
-            TrafficRow(axes.EDP, name, phase, nbytes * times * are_sharded, expert_units * times * are_sharded)
-            for name, phase, nbytes, times in (
-                ("all_gather", "forward", gathered_experts, forwards),
-                ("all_gather", "backward", gathered_experts, backwards),
-                (reduction, "backward", reduced_experts, reductions),
-            )
-        ),
+        *_of_expert_units(view, expert_units, reduction),
         TrafficRow(axes.EDP, "all_reduce", "update", *_summed_experts(view)),
     ]  # fmt: skip
+
+
+def _times(columns: Columns) -> tuple[Floats, Floats, Floats]:
+    """How often a unit is gathered in forwards and in backwards, and its gradients reduced, per step."""
+    m, is_zero3 = columns.microbatches.astype(np.float64), columns.zero == 3
+    return np.where(is_zero3, m, 1.0), np.where(is_zero3, m, 0.0), np.where(columns.zero >= 2, m, 1.0)
+
+
+def _of_expert_units(view: View, units: Floats, reduction: str) -> Iterator[TrafficRow]:
+    """All-gathers and reduce-scatters of the experts of blocks, over the ranks that hold the same ones."""
+    sizes, experts, trained = view.sizes, view.share.experts, view.trained.experts
+    edp = view.columns.edp.astype(np.float64)
+    is_sharded = (view.columns.zero > 0) & (edp > 1)
+    coded = view.coded_bytes(experts.padded, experts.shard_code_blocks * edp, experts.padded * sizes.compute)
+    gathered = gather_bytes(coded, edp)
+    scales = trained.shard_code_blocks * edp * sizes.wire.block
+    reduced = gather_bytes(trained.padded * sizes.wire.number + scales, edp)
+    forwards, backwards, reductions = _times(view.columns)
+    for name, phase, nbytes, times in (
+        ("all_gather", "forward", gathered, forwards),
+        ("all_gather", "backward", gathered, backwards),
+        (reduction, "backward", reduced, reductions),
+    ):
+        yield TrafficRow(axes.EDP, name, phase, nbytes * times * is_sharded, units * times * is_sharded)
 
 
 def _between_replicas(view: View, held: Floats, replicas: Floats, units: Floats) -> Iterator[TrafficRow]:

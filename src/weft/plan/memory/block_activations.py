@@ -72,7 +72,7 @@ def saved_by_selective(block: BlockShape, *, compute_bytes: int, writes_scores: 
             total = total + SavedBytes(stream=out)
     if block.attention is not None and not writes_scores:
         attention = block.attention
-        fused = SavedBytes(split=attention.num_heads * (c * attention.value_dim + 4.0))
+        fused = SavedBytes(split=attention.calls * attention.num_heads * (c * attention.value_dim + 4.0))
         total = total + (fused if block.shards("attention") else fused.unsharded)
     return total
 

@@ -13,8 +13,9 @@ import numpy as np
 
 from weft.core.open_choices import with_mixture, with_offloaded_blocks
 from weft.core.plan import Plan
-from weft.plan.columns import MIXED, Bools, Columns, Ints, columns_of
+from weft.plan.columns import MIXED, Bools, Columns, Ints
 from weft.plan.memory.peak import estimate_memory
+from weft.plan.plan_rows import columns_of
 from weft.plan.request import Request
 from weft.plan.time.step_time import estimate_time
 from weft.plan.view import views_of

@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from weft.core.plan import Plan
-from weft.plan.columns import columns_of
 from weft.plan.memory.feedback import feedback_bytes
 from weft.plan.memory.weights import weight_bytes
+from weft.plan.plan_rows import columns_of
 from weft.plan.request import Request
 from weft.plan.view import view_at
 

@@ -240,7 +240,8 @@ def attention_seconds(request: Request, columns: Columns, block: BlockShape, tok
     # with materialised scores masked keys are computed too, and the scores move through memory several times
     all_keys = attention_flops_per_token(block, request.workload.sequence_length, sees_all_keys=True)
     flops = tokens * all_keys / columns.tp
-    scores = tokens * request.workload.sequence_length * block.attention.num_heads / columns.tp
+    heads = block.attention.calls * block.attention.num_heads / columns.tp
+    scores = tokens * request.workload.sequence_length * heads
     return np.asarray(flops / rate + 5 * 4 * scores / _bandwidth(device), dtype=np.float64)
 
 

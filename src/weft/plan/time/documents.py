@@ -20,7 +20,7 @@ def attention_flops_per_token(block: BlockShape, sequence_length: float, *, sees
     if attention is None:
         return 0.0
     keys = float(sequence_length) if sees_all_keys else mean_keys(attention, sequence_length)
-    return 2.0 * keys * attention.num_heads * (attention.head_dim + attention.value_dim)
+    return 2.0 * keys * attention.calls * attention.num_heads * (attention.head_dim + attention.value_dim)
 
 
 def computed_flops_per_token(request: Request, columns: Columns, block: BlockShape) -> Floats:

@@ -95,6 +95,7 @@ class LoopFacts:
     compute: str  # the format of forward and backward
     coarsest: str  # the format with the largest roundoff: float8 operands may be coarser than `compute`
     starts_rounded: bool  # initial values are rounded to bfloat16
+    at_rest: Tensors  # of them those of an adapter's base that rest in the compute format
     has_coded_sums: bool  # gradients are rounded on their way over the ranks: 'coded sums' checks them
     rounded_states: str  # why updates are not judged element by element; empty if states are stored in float32
     is_delayed: bool  # micro-batches of a step read weights of several updates

@@ -64,12 +64,17 @@ class LossJudge:
         return self.facts.loop
 
     @property
+    def initial(self) -> Tensors:
+        """The values that the first forward has."""
+        return {**self.facts.initial, **self.loop.at_rest}
+
+    @property
     def rows(self) -> int:
         return int(self.facts.loop_run["train"]["global_batch"])
 
     def _training(self) -> list[str]:
         loop, last = self.loop, len(self.loop.losses)
-        self.plain.put(self.facts.initial)
+        self.plain.put(self.initial)
         batches = [self.plain.with_reference(self._batch(step)) for step in (1, last)]
         batch = batches[0]
         if self.plain.is_random(batch):
@@ -84,7 +89,7 @@ class LossJudge:
         self._judge_first(first, batch)
         if last == 1 or last - 1 not in loop.saved_steps:
             return [f"the first loss and its gradients: {self._how(first)}"]
-        self.plain.put({**self.facts.initial, **loop.saved(last - 1).weights})
+        self.plain.put({**self.initial, **loop.saved(last - 1).weights})
         found = self._loss(batches[1])
         self._require("loss", found.value, loop.losses, loop.truth_losses, loop.same_losses, last, _rounding(found))
         return [f"losses of steps 1 and {last}, first gradients: {self._how(first)}"]
@@ -132,9 +137,9 @@ class LossJudge:
         step, asked = steps[-1], int(self.facts.loop_run["evaluation"]["batches"]) * self.rows
         indices = list(range(min(asked, stream.num_rows)))
         parts = [indices[at : at + self.rows] for at in range(0, len(indices), self.rows)]
-        self.plain.put(self.facts.initial)
+        self.plain.put(self.initial)
         batches = [self.plain.with_reference(Batch(fields=dict(stream.batch_at(part)))) for part in parts]
-        self.plain.put({**self.facts.initial, **evaluated(loop.saved(step), self.facts.loop_run["train"])})
+        self.plain.put({**self.initial, **evaluated(loop.saved(step), self.facts.loop_run["train"])})
         found = self._mean(batches)
         how, value = self._how(found), found.value
         allowed = _rounding(found) + self._low_share(batches, value)

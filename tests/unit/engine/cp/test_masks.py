@@ -48,7 +48,7 @@ def context(monkeypatch: pytest.MonkeyPatch) -> CPContext:
     monkeypatch.setattr("torch.distributed.get_world_size", lambda _group: 2)
     monkeypatch.setattr("torch.distributed.get_rank", lambda _group: 0)
     groups = ContextGroups(None, None, None)  # type: ignore[arg-type]
-    made = CPContext(ContextParallel(), groups, inner="sdpa", multiple=1)
+    made = CPContext(ContextParallel(), groups, inner="sdpa", multiple=1, masks_in_pieces=False)
     positions = Positions(length=LENGTH, degree=2, rank=0, split="zigzag")
     made._rows = rows_of(positions)
     return made

@@ -55,7 +55,7 @@ def context_of(monkeypatch: pytest.MonkeyPatch, rank: int) -> CPContext:
     monkeypatch.setattr("torch.distributed.get_world_size", lambda _group: 2)
     monkeypatch.setattr("torch.distributed.get_rank", lambda _group: rank)
     groups = ContextGroups(None, None, None)  # type: ignore[arg-type]
-    return CPContext(ContextParallel(split="contiguous"), groups, inner="sdpa", multiple=1)
+    return CPContext(ContextParallel(split="contiguous"), groups, inner="sdpa", multiple=1, masks_in_pieces=False)
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -16,6 +16,10 @@ SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }  # fmt: skip
+COMPRESSED: dict[str, Any] = {
+    **SIZES, "n_routed_experts": 4, "moe_intermediate_size": 16, "q_lora_rank": 16, "head_dim": 8, "o_groups": 2,
+    "index_n_heads": 4, "index_head_dim": 8, "max_position_embeddings": 64,
+}  # fmt: skip
 
 
 def answer(model_type: str, config: dict[str, Any]) -> str:
@@ -29,6 +33,7 @@ def answer(model_type: str, config: dict[str, Any]) -> str:
         ("gemma3_text", {**SIZES, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]}),
         ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
         ("llama", {**SIZES, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}),
+        ("deepseek_v4", {**COMPRESSED, "layer_types": ["sliding_attention"] * 2}),
     ],
 )
 def test_models_whose_attention_alone_mixes_positions_pass(model_type: str, config: dict[str, Any]) -> None:
@@ -44,6 +49,13 @@ def test_models_whose_attention_alone_mixes_positions_pass(model_type: str, conf
 )
 def test_other_models_are_refused_with_a_reason(model_type: str, config: dict[str, Any], word: str) -> None:
     assert word in answer(model_type, config)
+
+
+@pytest.mark.parametrize("layer", ["compressed_sparse_attention", "heavily_compressed_attention"])
+def test_keys_of_several_positions_are_refused(layer: str) -> None:
+    """One of 4 positions, and one of 128: shorter rows have none, so a rank's part would miss what whole rows have."""
+    reason = answer("deepseek_v4", {**COMPRESSED, "layer_types": ["sliding_attention", layer]})
+    assert "model.layers.1.self_attn (DeepseekV4Attention) attends to keys of several positions each" in reason
 
 
 def test_a_module_that_mixes_positions_is_named() -> None:

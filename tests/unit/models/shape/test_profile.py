@@ -87,3 +87,14 @@ def test_a_state_space_block_is_profiled() -> None:
     found = saved(block)
     assert found.gathered > 10 * 64
     assert (found.split, found.key_value, found.scores) == (0, 0, 0)
+
+
+def test_calls_of_attention_and_their_heads_are_those_of_the_forward() -> None:
+    """Differential attention calls twice; deepseek_v4 has one key-value head, whatever its config says."""
+    (twice,) = shape_from_type("diffllama", SIZES).kinds
+    assert twice.attention is not None
+    assert (twice.attention.calls, twice.attention.num_kv_heads) == (2, KV_HEADS)
+    sizes = SIZES | {"n_routed_experts": 4, "moe_intermediate_size": 32, "q_lora_rank": 16, "num_key_value_heads": 8}
+    (one,) = shape_from_type("deepseek_v4", sizes | {"layer_types": ["sliding_attention"] * 2, "o_groups": 2}).kinds
+    assert one.attention is not None
+    assert (one.attention.calls, one.attention.num_kv_heads) == (1, 1)

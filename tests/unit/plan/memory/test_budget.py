@@ -16,9 +16,9 @@ from weft.core.plan import Plan
 from weft.core.terms import MemoryTerm
 from weft.plan.arithmetic import explain_memory
 from weft.plan.ask import estimate_plan
-from weft.plan.columns import columns_of
 from weft.plan.estimate import estimate
 from weft.plan.memory.budget import choose_mixture, every_mixture, with_chosen_mixture
+from weft.plan.plan_rows import columns_of
 from weft.plan.request import Request
 from weft.plan.words import describe
 

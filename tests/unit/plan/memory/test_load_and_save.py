@@ -8,10 +8,11 @@ from plan_cases import one, request_of
 
 from weft.core.plan import Plan
 from weft.core.terms import MemoryTerm
-from weft.plan.columns import Columns, columns_of
+from weft.plan.columns import Columns
 from weft.plan.estimate import fitting
 from weft.plan.memory.load_and_save import moments_of
 from weft.plan.memory.peak import estimate_memory
+from weft.plan.plan_rows import columns_of
 from weft.plan.view import views_of
 
 LLAMA_8B = 8_030_261_248
