@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 
 from weft.core import axes
+from weft.core.optimizers import is_averaged
 from weft.core.plan import Plan
 from weft.core.records import ParameterRecord
 from weft.core.run_spec import RunSpec
@@ -36,6 +37,7 @@ OF_REPLICAS = (axes.DP_REPLICATE, axes.DP_INSIDE, axes.DP_BETWEEN)
 SHARE = 0.01  # of traffic: the planner's shape of a rare family may pad a small tensor differently
 SHARE_SLACK = 2 * BLOCK  # bytes of a message: shares of an all-reduce in codes are whole blocks
 TENSORS_PER_PARAMETER = 4  # the weight, two moments, a step counter: each rounded up by the allocator
+NUMBERS_OF_AVERAGES = 2  # of schedule-free AdamW beside its counter: the largest rate, the sum of squared rates
 
 
 def check_prediction(
@@ -64,6 +66,7 @@ def check_prediction(
         return Check.passed(NAME, "judged on the first rank")
     # a pipeline is checked on its first rank, which need not be the fullest
     predicted = found.estimate if plan.mesh.pp == 1 else estimate(found.request, plan, place="first")
+    numbers = NUMBERS_OF_AVERAGES if is_averaged(run.train.optimizer) else 0
     tensors = len(list(engine.model.parameters()))
     # 8-bit optimizers keep small tensors in float32, and all are small here
     terms: tuple[Term, ...] = HELD[:1] if run.train.optimizer == "adamw8bit" else HELD
@@ -74,8 +77,9 @@ def check_prediction(
     replicas = plan.mesh.dp_replicate if plan.data_parallel.zero else plan.mesh.dp_degree * plan.mesh.cp
     uneven = SHARE_SLACK * (replicas - 1) if plan.precision.policy().has_coded_sums else 0
     return judge(
-        predicted.traffic, meter.traffic, memory, held, tensors=tensors, num_untrained=num_untrained, uneven=uneven
-    )
+        predicted.traffic, meter.traffic, memory, held,
+        tensors=tensors, per_parameter=TENSORS_PER_PARAMETER + numbers, num_untrained=num_untrained, uneven=uneven,
+    )  # fmt: skip
 
 
 def judge(
@@ -85,6 +89,7 @@ def judge(
     held: Mapping[str, int],
     *,
     tensors: int,
+    per_parameter: int = TENSORS_PER_PARAMETER,
     num_untrained: int = 0,
     uneven: int = 0,
 ) -> Check:
@@ -100,7 +105,7 @@ def judge(
         slack = uneven * counts.get(key, 0) if key[0] in OF_REPLICAS else 0
         if _gap(real, expected, may_be_less=may_be_less) > SHARE * max(expected, real) + slack:
             return _wrong(" ".join(key), f"{_most(may_be_less)}{expected:,} bytes per step", f"{real:,}")
-    slack = ROUNDING_BYTES * TENSORS_PER_PARAMETER * tensors
+    slack = ROUNDING_BYTES * per_parameter * tensors
     for term, expected in terms.items():
         real = held.get(term, 0)
         may_be_less = num_untrained > 0 and term == str(Term.OPTIMIZER_STATE)
