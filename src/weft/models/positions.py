@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from weft.core.data_spec import DataSpec
 from weft.core.run_spec import ModelSpec, RunSpec
 from weft.models.build import build_config, build_skeleton
 from weft.models.small_config import stored_key
@@ -36,16 +37,22 @@ def check_positions(run: RunSpec) -> list[tuple[str, str]]:
         return [
             (f"rows of {length:,} tokens are longer than the {limit:,} positions of the model's table ({key})", hint)
         ]
-    following = [original for original in _lengths_that_switch(config.get_text_config()) if length > original]
-    if run.data.isolates and following:
-        return [
-            (
-                f"the model's rotary embedding changes for a whole micro-batch when one of its documents has more than "
-                f"{min(following):,} tokens, so packed documents would get other numbers in other layouts",
-                f"set data.sequence_length = {min(following)}, or data.packing = 'none'",
-            )
-        ]
-    return []
+    return switching_reasons(run.data, config)
+
+
+def switching_reasons(data: DataSpec, config: Any) -> list[tuple[str, str]]:
+    """Reasons against packed documents of a model with this config, as (sentence, hint)."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    following = [each for each in _lengths_that_switch(text) if data.sequence_length > each] if text else []
+    if not data.isolates or not following:
+        return []
+    return [
+        (
+            f"the model's rotary embedding changes for a whole micro-batch when one of its documents has more than "
+            f"{min(following):,} tokens, so packed documents would get other numbers in other layouts",
+            f"set data.sequence_length = {min(following)}, or data.packing = 'none'",
+        )
+    ]
 
 
 def note_on_positions(run: RunSpec, config: Any) -> str:

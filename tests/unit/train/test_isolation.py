@@ -16,7 +16,7 @@ from tolerances import SAME_LOGITS_REL, SAME_STEP_REL
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from weft.core.data_spec import DataSpec
-from weft.core.errors import NotBuiltError
+from weft.core.errors import ModelError, NotBuiltError
 from weft.core.isolation import ISOLATING_FAMILIES
 from weft.core.run_spec import ModelSpec
 from weft.data import Loader, open_corpus
@@ -138,3 +138,17 @@ def test_every_listed_family_isolates(family: str, attention: str) -> None:
     if "layer_types" in known:
         config["layer_types"] = ["full_attention", "full_attention"]
     require_isolated(wide_model(build_config(ModelSpec(type=family, config=config), vocab_size=257), attention))
+
+
+def test_a_model_whose_rotary_embedding_follows_the_longest_document_is_refused() -> None:
+    """Of a teacher, or a caller's own model: rules judge that of the run alone."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    scaled = {
+        "max_position_embeddings": 16,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+    }
+    skeleton = build_skeleton(build_config(ModelSpec(type="llama", config={**sizes, **scaled}), vocab_size=257))
+    with pytest.raises(ModelError, match="has more than 16 tokens"):
+        require_isolation(DataSpec(isolate_documents=True, sequence_length=32), skeleton)
+    require_isolation(DataSpec(isolate_documents=True, sequence_length=16), skeleton)
+    require_isolation(DataSpec(isolate_documents=False, sequence_length=32), skeleton)
