@@ -35,5 +35,5 @@ def with_fixed(by_objective: Mapping[str, Any], given: Mapping[str, Any]) -> dic
 def keys_of(plan: Plan) -> dict[str, Any]:
     """The keys of `plan` that an objective may fix."""
     tables = plan.model_dump(mode="json")
-    found = {key: tables[key.partition(".")[0]][key.partition(".")[2]] for key in FIXED | FIXED_BY_TEACHER}
+    found = {key: tables[key.partition(".")[0]][key.partition(".")[2]] for key in FIXED_BY_SCORES | FIXED_BY_TEACHER}
     return {key: value for key, value in found.items() if not key.startswith("tensor_parallel") or plan.mesh.tp > 1}
