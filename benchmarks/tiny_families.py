@@ -196,8 +196,9 @@ def page_parser(description: str | None) -> argparse.ArgumentParser:
 
 def counted(rows: list[Facts]) -> str:
     counts = Counter(row["verdict"] for row in rows)
-    words = (("right", ""), ("refused", " with a sentence"), ("WRONG", ""), ("not built", " even in one process"))
-    return ", ".join(f"{counts[verdict]} {verdict}{rest}" for verdict, rest in words)
+    words = (("right", ""), ("refused", " with a sentence"), ("WRONG", ""), ("not built", " even in one process"),
+             ("alike", " without the feature too"))  # fmt: skip
+    return ", ".join(f"{counts[verdict]} {verdict}{rest}" for verdict, rest in words if counts[verdict])
 
 
 def write_pages(
