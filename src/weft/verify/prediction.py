@@ -3,13 +3,15 @@
 Bytes on the wire must equal the estimate; weights and optimizer states too, but for the allocator's rounding. Tokens
 travel to experts by the router's choice, of which the planner knows the mean: there only numbers are compared
 (`planned.py`). The planner counts a gradient of every parameter: where the loss does not depend on some, sums of
-gradients and optimizer states are at most the estimate. Other memory terms are compared on full-size models (the ledger
-of a run): a model of a few layers does not represent them.
+gradients and optimizer states are at most the estimate, and units that do not run are not gathered. Other memory terms
+are compared on full-size models (the ledger of a run): a model of a few layers does not represent them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 
 import torch.distributed as dist
 
@@ -32,7 +34,7 @@ from weft.verify.verdict import Check, Finding
 NAME = "prediction"
 HELD = (Term.WEIGHTS, Term.OPTIMIZER_STATE, Term.WEIGHT_VERSIONS)
 ROUTED = (axes.EP, "all_to_all")
-OF_GRADIENTS = ("reduce_scatter", "all_reduce")
+OF_GRADIENTS, GATHER = ("reduce_scatter", "all_reduce"), "all_gather"
 OF_REPLICAS = (axes.DP_REPLICATE, axes.DP_INSIDE, axes.DP_BETWEEN)
 SHARE = 0.01  # of traffic: the planner's shape of a rare family may pad a small tensor differently
 SHARE_SLACK = 2 * BLOCK  # bytes of a message: shares of an all-reduce in codes are whole blocks
@@ -47,11 +49,11 @@ def check_prediction(
     plan: Plan,
     coverage: Sequence[ParameterRecord],
     *,
-    num_untrained: int = 0,
+    untrained: Collection[str] = (),
 ) -> Check:
     """Check measured steps against the plan's estimate. Collective: every rank steps; the answer is this rank's.
 
-    `num_untrained`: trainable parameters that get no gradient."""
+    `untrained`: trainable parameters that get no gradient."""
     meter = StepMeter(engine)
     for batch in batches:
         with meter.measuring():
@@ -78,8 +80,20 @@ def check_prediction(
     uneven = SHARE_SLACK * (replicas - 1) if plan.precision.policy().has_coded_sums else 0
     return judge(
         predicted.traffic, meter.traffic, memory, held,
-        tensors=tensors, per_parameter=TENSORS_PER_PARAMETER + numbers, num_untrained=num_untrained, uneven=uneven,
+        tensors=tensors, per_parameter=TENSORS_PER_PARAMETER + numbers, num_untrained=len(untrained),
+        idle=idle_share(coverage, untrained), uneven=uneven,
     )  # fmt: skip
+
+
+def idle_share(coverage: Sequence[ParameterRecord], untrained: Collection[str]) -> float:
+    """The share of parameters in units without any gradient. Such a unit may not run at all, as the vision tower of a
+    model that reads text does, and is not gathered then."""
+    sizes, idle = Counter[str](), {row.unit for row in coverage}
+    for row in (row for row in coverage if row.tied_to is None):
+        sizes[row.unit] += math.prod(row.shape)
+        if row.name not in untrained:
+            idle.discard(row.unit)
+    return sum(sizes[unit] for unit in idle) / (sizes.total() or 1)
 
 
 def judge(
@@ -91,10 +105,11 @@ def judge(
     tensors: int,
     per_parameter: int = TENSORS_PER_PARAMETER,
     num_untrained: int = 0,
+    idle: float = 0.0,
     uneven: int = 0,
 ) -> Check:
-    """Check one rank's traffic rows and the memory terms that are predicted in `terms`. `uneven`: bytes by which a sum
-    over replicas may differ."""
+    """Check one rank's traffic rows and the memory terms that are predicted in `terms`. `idle`: the share of weights
+    that may not be gathered; `uneven`: bytes by which a sum over replicas may differ."""
     counts = {key: row.get("count", 0) for key, row in rows_by_kind(sent).items()}
     predicted, found = ({key: int(row["bytes"]) for key, row in rows_by_kind(rows).items()} for rows in (planned, sent))
     for key in sorted(set(predicted) | set(found)):
@@ -103,6 +118,8 @@ def judge(
             continue
         may_be_less = num_untrained > 0 and key[1] in OF_GRADIENTS
         slack = uneven * counts.get(key, 0) if key[0] in OF_REPLICAS else 0
+        if key[1] == GATHER and real < expected:
+            slack += idle * expected
         if _gap(real, expected, may_be_less=may_be_less) > SHARE * max(expected, real) + slack:
             return _wrong(" ".join(key), f"{_most(may_be_less)}{expected:,} bytes per step", f"{real:,}")
     slack = ROUNDING_BYTES * per_parameter * tensors

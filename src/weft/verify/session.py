@@ -159,7 +159,7 @@ class Session:
 
         def loop() -> list[Check]:
             with repeatable(plan, self.device) as steady:
-                return self._whole_runs.check_loop(steady, has_untrained=_num_untrained(kept["found"]) > 0)
+                return self._whole_runs.check_loop(steady, has_untrained=bool(_untrained(kept["found"])))
 
         return (
             train,
@@ -278,7 +278,7 @@ class Session:
                 self.subject.run,
                 plan,
                 found.coverage,
-                num_untrained=_num_untrained(found),
+                untrained=_untrained(found),
             )
 
     def _first_step(self, plan: Plan, *, is_chunked: bool) -> tuple[float, float]:
@@ -295,10 +295,10 @@ class Session:
         return bool(wrong.item())
 
 
-def _num_untrained(found: Evidence) -> int:
+def _untrained(found: Evidence) -> set[str]:
     """Trainable parameters without a gradient; every rank knows."""
     trainable = {row.name for row in found.coverage if row.trainable and row.tied_to is None}
-    return len(trainable - set(found.first_gradients))
+    return trainable - set(found.first_gradients)
 
 
 def _with_microbatches(plan: Plan, microbatches: int) -> Plan:
