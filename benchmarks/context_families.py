@@ -68,7 +68,9 @@ def judged(corpus: Path, model_types: list[str]) -> Iterator[Facts]:
     packed = {name: run_tables(name, configs[name], corpus, packing="documents") for name in right}
     documents = {name: case_of(run, DOCUMENTS, num_ranks=DEGREE) for name, run in packed.items()}
     for name, row in verified(documents, num_ranks=DEGREE, stages=SOME_STAGES):
-        if row["verdict"] != "right":
+        if row["verdict"] == "refused":
+            rows[name]["why"] = f"packed documents are refused: {row['why']}"
+        elif row["verdict"] != "right":
             rows[name] = {**row, "why": f"documents: {row['why']}"}
         else:
             rows[name] |= {key: max(row[key], rows[name][key]) for key in ("margin",)}
