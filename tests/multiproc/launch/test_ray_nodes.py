@@ -16,7 +16,6 @@ from tolerances import SAME_CURVE_LOSS_ABS
 
 from weft.core.errors import BadValueError, ConfigFileError, PlaceError
 
-pytestmark = pytest.mark.extended
 ray = pytest.importorskip("ray")
 
 
@@ -49,6 +48,7 @@ def train(folder: Path) -> tuple[str, ...]:
     return ("train", "run.toml", "--device", "cpu", "--out", str(folder / "out"), "--continue")
 
 
+@pytest.mark.extended
 def test_two_nodes_train_the_curve_of_one_process(cluster: None, tmp_path: Path, capfd: Any) -> None:
     corpus = write_corpus(tmp_path / "texts")
     write_run(tmp_path / "run.toml", corpus)
@@ -60,6 +60,7 @@ def test_two_nodes_train_the_curve_of_one_process(cluster: None, tmp_path: Path,
     assert losses[0] == pytest.approx(losses[1], abs=SAME_CURVE_LOSS_ABS)
 
 
+@pytest.mark.slow
 def test_failures_are_named(cluster: None, tmp_path: Path) -> None:
     write_run(tmp_path / "run.toml", write_corpus(tmp_path / "texts"))
     with pytest.raises(ConfigFileError, match=r"none\.toml"):
@@ -70,6 +71,7 @@ def test_failures_are_named(cluster: None, tmp_path: Path) -> None:
         run(job(tmp_path, *train(tmp_path), "--set", "train.steps=0"))
 
 
+@pytest.mark.slow
 def test_a_lost_node_is_started_again_from_the_checkpoint(cluster: None, tmp_path: Path, capfd: Any) -> None:
     settings = {"train.steps": 400, "checkpoint.every": 20, "train.collective_timeout_s": 30}
     write_run(tmp_path / "run.toml", write_corpus(tmp_path / "texts"), settings)

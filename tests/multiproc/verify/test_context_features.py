@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from gloo_ranks import run_ranks
+from samples import by_default
 from verify_ranks import small_run, verdicts_in_rank
 
 CP: dict[str, Any] = {"mesh": {"cp": 2}}
@@ -92,8 +93,7 @@ def require_verified(plan: dict[str, Any], ranks: int, corpus: Path, folder: Pat
     assert [f"{one['name']}: {one['detail']}" for one in verdict["checks"] if not one["ok"]] == []
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("name", OF_TWO)
+@pytest.mark.parametrize("name", by_default([], OF_TWO, extended=["fp16", "float8", "codes", "chunks", "inputs"]))
 def test_positions_are_divided_beside_a_format_or_a_tier(name: str, corpus: Path, tmp_path: Path) -> None:
     require_verified(OF_TWO[name], 2, corpus, tmp_path)
 

@@ -79,7 +79,7 @@ GROUPS: dict[str, Group] = {
 }
 
 
-@pytest.mark.parametrize("name", by_default([], GROUPS, extended=["tokens", "router", "capacity"]))
+@pytest.mark.parametrize("name", by_default([], GROUPS, extended=["tokens", "router"]))
 def test_every_bug_is_caught_by_the_right_check(name: str, corpus: Path, tmp_path: Path) -> None:
     require_caught(GROUPS[name], corpus, tmp_path)
 

@@ -43,7 +43,7 @@ def test_every_draw_is_legal_or_refused_with_a_hint_that_helps(inputs: tuple[str
     assert require_judged(range(60), inputs) > 45
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_every_draw_of_many_is_legal_or_refused(inputs: tuple[str, str]) -> None:
     assert require_judged(range(1000, 2000), inputs) > 800
 

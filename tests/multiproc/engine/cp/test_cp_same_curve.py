@@ -168,8 +168,7 @@ def test_every_layout_has_the_curve_of_one_process(family: str, world: int, docu
     require_same_curves(family, LAYOUTS[world], world, length=length, documents=documents)
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("family", by_default([], ["llama", "gemma3_text"], extended=["gemma3_text"]))
 def test_compiled_blocks_have_the_curve_of_one_process(family: str) -> None:
     per_rank = run_ranks(compiled_curves, 2, family, LENGTH, True, timeout_s=240.0)
     require_equal_to_one_process(per_rank, family, length=LENGTH, documents=True)

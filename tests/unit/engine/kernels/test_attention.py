@@ -102,7 +102,7 @@ def test_ranks_with_more_or_fewer_rows_agree_on_whether_to_choose() -> None:
     assert {replace(small, rows=rows).is_worth_timing for rows in (1, 4096)} == {False}
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_a_compiled_block_is_not_remembered_with_another_kernel(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
