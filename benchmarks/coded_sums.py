@@ -1,11 +1,14 @@
 """Gradients that travel as codes: wire bytes, loss after 300 steps, equal ranks, and seconds on slow links.
 
     python benchmarks/coded_sums.py train [--steps 300] [--only tp]    4 Gloo ranks of this machine, text, by format
+    python benchmarks/coded_sums.py seeds [--seeds 6]        DDP: float32, int8, and float32 moved by a millionth
     python benchmarks/coded_sums.py link [--mbit 40]         4 network namespaces with limited links (root, iproute2)
 
 `train`: the same run in every format, under DDP, ZeRO-3, by node, with tensor parallelism; losses are means over the
 last 20 steps, held-out losses of the last weights. Wire bytes are those that the ledger's observer counts in one step,
 gradients alone, by axis.
+`seeds`: losses of runs differ by rounding that training amplifies. A run in float32 whose initial weights are moved by
+a millionth of their size shows how much; a format is judged by the mean over seeds.
 `link`: seconds of an all-reduce and a reduce-scatter, each format in turn within every repeat, medians.
 """
 
@@ -19,6 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -74,7 +78,33 @@ def train_rank(rank: int, store: str, steps: int, only: str) -> None:
     dist.destroy_process_group()
 
 
-def train_case(layout: str, name: str, steps: int, *, gather: str | None, feeds_back: bool) -> dict[str, Any]:
+def seeds_rank(rank: int, store: str, steps: int, seeds: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS, timeout=timedelta(minutes=20)
+    )
+    for seed in range(seeds):
+        for name, moved_by in (("float32", 0.0), ("int8", 0.0), ("float32", 1e-6)):
+            row = train_case("DDP", name, steps, gather=None, feeds_back=False, seed=seed, moved_by=moved_by)
+            if rank == 0:
+                print(json.dumps({"seed": seed, "moved_by": moved_by, **row}), flush=True)
+    dist.destroy_process_group()
+
+
+def train_case(
+    layout: str,
+    name: str,
+    steps: int,
+    *,
+    gather: str | None,
+    feeds_back: bool,
+    seed: int = 0,
+    moved_by: float = 0.0,
+) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
@@ -105,11 +135,15 @@ def train_case(layout: str, name: str, steps: int, *, gather: str | None, feeds_
             }
         ),
         optimizer=OptimizerPolicy.of(run.train),
-        weights=InitialWeights(source, describe(source), seed=0, device=torch.device("cpu")),
-        seed=0,
+        weights=InitialWeights(source, describe(source), seed=seed, device=torch.device("cpu")),
+        seed=seed,
         device=torch.device("cpu"),
     )
-    shared = {"seed": 0, "global_batch": run.train.global_batch, "layout": RowLayout.of(run.data)}
+    move = torch.Generator().manual_seed(1)  # the same on every rank
+    with torch.no_grad():
+        for value in engine.model.parameters() if moved_by else ():
+            value.mul_(1 + moved_by * torch.randn(value.shape, generator=move))
+    shared = {"seed": seed, "global_batch": run.train.global_batch, "layout": RowLayout.of(run.data)}
     share = {"dp_rank": engine.topology.dp_rank, "dp_degree": engine.topology.dp_degree}
     loader = Loader(corpus.training, **shared, **share)
     held_out = Loader(corpus.evaluation or corpus.training, **shared, **share, epochs=1, shuffle=False)
@@ -160,11 +194,11 @@ def digests_of(engine: Any) -> dict[Any, str]:
     return found
 
 
-def train(steps: int, only: str) -> None:
+def spawn(function: Callable[..., None], *args: Any) -> None:
     import torch.multiprocessing as mp
 
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(train_rank, (str(Path(folder) / "store"), steps, only), nprocs=RANKS)
+        mp.spawn(function, (str(Path(folder) / "store"), *args), nprocs=RANKS)
 
 
 def link_rank(mib: float, repeats: int) -> None:
@@ -216,15 +250,18 @@ def link(mbit: float, mib: float, repeats: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["train", "link", "link-rank"])
+    parser.add_argument("what", choices=["train", "seeds", "link", "link-rank"])
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=6)
     parser.add_argument("--only", default="", help="layouts whose name has these words")
     parser.add_argument("--mbit", type=float, default=40.0)
     parser.add_argument("--mib", type=float, default=4.0)
     parser.add_argument("--repeats", type=int, default=5)
     given = parser.parse_args()
     if given.what == "train":
-        train(given.steps, given.only)
+        spawn(train_rank, given.steps, given.only)
+    elif given.what == "seeds":
+        spawn(seeds_rank, given.steps, given.seeds)
     elif given.what == "link":
         link(given.mbit, given.mib, given.repeats)
     else:
