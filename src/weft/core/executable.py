@@ -220,8 +220,6 @@ def _not_low(plan: Plan) -> list[tuple[bool, str, str]]:
             "master_weights" if is_master_free else "optimizer_state",
             plan.delayed_by,
         ),
-        (is_master_free and plan.mesh.tp > 1, "master_weights", "tensor parallelism"),
-        (is_master_free and plan.mesh.pp > 1, "master_weights", "a pipeline"),
     ]
 
 

@@ -177,8 +177,6 @@ def test_an_expert_degree_that_does_not_divide_names_the_axes(tensor: str, axes:
                 {"mesh": {"dp_replicate": 2}, "offload": {"optimizer": "nvme"}},
             )
         ),
-        {"precision": {"preset": "bf16", "master_weights": "bfloat16"}, "mesh": {"tp": 2}},
-        {"precision": {"preset": "bf16", "master_weights": "bfloat16"}, "mesh": {"pp": 2}},
         {
             "precision": {"preset": "bf16", "optimizer_state": "bfloat16"},
             "mesh": {"pp": 2},
