@@ -23,9 +23,9 @@ def against_references(
     if len(skipped) == len(references.truth.losses):  # the exercise checks the numbers at a lower loss scale
         return Check.passed(name, "every step overflowed float16 at the starting loss scale and was skipped")
     check = _judged(name, references, found, skipped, saved)
-    if check.ok or references.shaken is None:
+    if check.ok or references.perturbed is None:
         return check
-    for other, step in runs_that_choose_otherwise(references.truth, references.shaken):
+    for other, step in runs_that_choose_otherwise(references.truth, references.perturbed):
         again = _judged(name, _beside(references, other), found, skipped, saved)
         if again.ok:
             why = f"{again.detail}; as one process with another choice between nearly tied experts in step {step}"

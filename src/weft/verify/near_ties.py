@@ -26,7 +26,7 @@ SHARES = tuple(NOISE_SHARE / 4**power for power in (5, 4, 3, 2))  # a larger one
 
 
 @dataclass(frozen=True)
-class Shake:
+class Perturbation:
     """A movement of weights: which draw, and by which share of their update."""
 
     draw: int
@@ -38,31 +38,33 @@ def evaluation_swing(
 ) -> float:
     """The largest change of an evaluation over draws of weights, each tensor moved by a share of its update."""
     right = evaluate(weights)
-    changes = [abs(evaluate(shaken(weights, initial, Shake(draw))) - right) for draw in range(DRAWS)]
+    changes = [abs(evaluate(perturbed(weights, initial, Perturbation(draw))) - right) for draw in range(DRAWS)]
     return FACTOR * max(changes)
 
 
-def shaken(weights: Mapping[str, Tensor], initial: Mapping[str, Tensor], shake: Shake) -> Tensors:
+def perturbed(weights: Mapping[str, Tensor], initial: Mapping[str, Tensor], perturbation: Perturbation) -> Tensors:
     """Weights moved at random, each tensor by a share of its update, most where that is largest. What did not train
     does not move: experts that no token has chosen yet may have equal scores in every correct run (Ernie's routers
     start at zero)."""
-    generator, found = torch.Generator().manual_seed(shake.draw), {}
+    generator, found = torch.Generator().manual_seed(perturbation.draw), {}
     for name, value in weights.items():
         update = value.detach().cpu().double() - initial[name].cpu().double()
         noise = update * torch.randn(value.shape, generator=generator, dtype=torch.float64)
-        noise *= shake.share * update.norm() / (noise.norm() or 1.0)
+        noise *= perturbation.share * update.norm() / (noise.norm() or 1.0)
         found[name] = value.detach() + noise.to(value)
     return found
 
 
-def runs_that_choose_otherwise(truth: RunTrace, run: Callable[[Shake], RunTrace]) -> Iterator[tuple[RunTrace, int]]:
+def runs_that_choose_otherwise(
+    truth: RunTrace, run: Callable[[Perturbation], RunTrace]
+) -> Iterator[tuple[RunTrace, int]]:
     """Runs of one process with other choices than the truth, and the step of the first; the nearest ties first.
 
     `run` trains with forwards that read weights that are moved so."""
     left = list(range(DRAWS))
     for share in SHARES:
         for draw in tuple(left):
-            other = run(Shake(draw, share))
+            other = run(Perturbation(draw, share))
             if (step := next((step for step, count in enumerate(flips(truth, other), 1) if count), None)) is not None:
                 left.remove(draw)
                 yield other, step

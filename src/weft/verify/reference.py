@@ -34,7 +34,7 @@ from weft.verify.float8_reference import (
 )
 from weft.verify.late_division import LateDivision
 from weft.verify.low_update import round_low
-from weft.verify.near_ties import Shake, evaluation_swing, shaken
+from weft.verify.near_ties import Perturbation, evaluation_swing, perturbed
 from weft.verify.plain_codes import rounded_like
 from weft.verify.plain_experts import PlainExperts
 from weft.verify.plain_objectives import REFERENCE, PlainLoss, logits_of, plain_loss, row_log_probs
@@ -61,10 +61,10 @@ def run_reference(
     precision: ReferencePrecision,
     split: BatchSplit,
     *,
-    shake: Shake | None = None,
+    perturbation: Perturbation | None = None,
 ) -> RunTrace:
     """Train on `exercise`; `build` returns a fresh model with allocated parameters on the compute device.
-    With a `shake` forwards read weights that are moved at random (`near_ties`), and nothing is evaluated."""
+    With a `perturbation` forwards read weights that are moved at random (`near_ties`), and nothing is evaluated."""
     model, aliases = prepare(build(), precision, split)
     device = next(model.parameters()).device
     masters = {
@@ -92,7 +92,7 @@ def run_reference(
 
     for step, batch in enumerate(batches):
         set_rate(optimizer, exercise.rates[step])
-        read = masters if shake is None else shaken(masters, exercise.initial, shake)
+        read = masters if perturbation is None else perturbed(masters, exercise.initial, perturbation)
         copy_weights(model, read, aliases, gather=precision.gather)
         experts.sequence_length = batch["labels"].shape[1]
         loss, exact = _backward(
@@ -121,7 +121,7 @@ def run_reference(
         trace.norms.append(norm)
         if step == 0:
             trace.first_weights = on_host(masters)
-        if shake is None and step in (0, len(exercise.batches) - 1):
+        if perturbation is None and step in (0, len(exercise.batches) - 1):
             weights = evaluated(optimizer, masters)
             if precision == TRUTH and has_experts(exercise):
                 trace.eval_swings.append(evaluation_swing(evaluate_at, weights, exercise.initial))

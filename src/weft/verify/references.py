@@ -14,7 +14,7 @@ from weft.core.plan import Plan
 from weft.verify.delayed_reference import Delay, run_delayed
 from weft.verify.exercise import Subject, at_rest, joint_split, plan_precision, plan_split
 from weft.verify.late_division import is_fused
-from weft.verify.near_ties import Shake
+from weft.verify.near_ties import Perturbation
 from weft.verify.reference import run_reference
 from weft.verify.run_trace import TRUTH, BatchSplit, Exercise, ReferencePrecision, RunTrace, has_experts
 from weft.verify.tolerances import (
@@ -34,7 +34,7 @@ class References:
     same: RunTrace = field(default_factory=RunTrace)
     reordered: RunTrace | None = None  # in low precision only
     allowance: RoundingAllowance = field(default_factory=RoundingAllowance)  # where ranks round the terms of a sum
-    shaken: Callable[[Shake], RunTrace] | None = None  # of mixtures: the truth with weights moved at random
+    perturbed: Callable[[Perturbation], RunTrace] | None = None  # of mixtures: the truth with weights moved at random
 
     @property
     def evaluation_least(self) -> tuple[float, float]:
@@ -112,8 +112,8 @@ class ReferenceCache:
             exact = trace(replace(precision, gather=None), split)
             return replace(found, first_gradients=exact.first_gradients)
 
-        def shaken(shake: Shake) -> RunTrace:
-            return run_reference(subject.build, exercise, TRUTH, split, shake=shake)
+        def perturbed(perturbation: Perturbation) -> RunTrace:
+            return run_reference(subject.build, exercise, TRUTH, split, perturbation=perturbation)
 
         if trace(TRUTH, split).buffers:
             split = joint_split(plan, subject.run)
@@ -122,7 +122,7 @@ class ReferenceCache:
             same=own(split),
             reordered=own(replace(split, is_reordered=True)) if tight and precision.is_low else None,
             allowance=_allowance(plan, precision, exercise),
-            shaken=shaken if has_experts(exercise) and delay is None else None,
+            perturbed=perturbed if has_experts(exercise) and delay is None else None,
         )
 
 

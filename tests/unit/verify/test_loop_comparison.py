@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from weft.verify.loop_comparison import against_references
-from weft.verify.near_ties import Shake
+from weft.verify.near_ties import Perturbation
 from weft.verify.references import References
 from weft.verify.run_trace import RunTrace, Tensors
 from weft.verify.verdict import Check
@@ -32,15 +32,15 @@ def rounded(trace: RunTrace, **changes: object) -> RunTrace:
     return replace(near, **changes)  # type: ignore[arg-type]
 
 
-def judged(found: RunTrace, *, has_experts: bool = True) -> tuple[Check, list[Shake]]:
-    asked: list[Shake] = []
+def judged(found: RunTrace, *, has_experts: bool = True) -> tuple[Check, list[Perturbation]]:
+    asked: list[Perturbation] = []
 
-    def shaken(shake: Shake) -> RunTrace:
+    def perturbed(perturbation: Perturbation) -> RunTrace:
         """The tie is so near that the smallest movement of one draw crosses it."""
-        asked.append(shake)
-        return TIED if shake.draw == 2 else TRUTH
+        asked.append(perturbation)
+        return TIED if perturbation.draw == 2 else TRUTH
 
-    references = References(truth=TRUTH, same=rounded(TRUTH), shaken=shaken if has_experts else None)
+    references = References(truth=TRUTH, same=rounded(TRUTH), perturbed=perturbed if has_experts else None)
     return against_references("training loop", references, found, frozenset(), saved=[EXPERT]), asked
 
 

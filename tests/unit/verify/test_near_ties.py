@@ -11,10 +11,10 @@ from torch import Tensor
 from weft.verify.near_ties import (
     FACTOR,
     SHARES,
-    Shake,
+    Perturbation,
     evaluation_swing,
+    perturbed,
     runs_that_choose_otherwise,
-    shaken,
 )
 from weft.verify.run_trace import RunTrace
 from weft.verify.tolerances import NOISE_SHARE
@@ -45,16 +45,16 @@ def test_what_did_not_train_does_not_move() -> None:
 def test_an_element_that_did_not_train_does_not_move() -> None:
     """Routers that start at zero: experts that no token has chosen have equal scores, and stay so in correct runs."""
     initial, weights = {"gate": torch.zeros(4).double()}, {"gate": torch.tensor([0.1, 0.0, -0.2, 0.0]).double()}
-    moved = shaken(weights, initial, Shake(0))["gate"]
+    moved = perturbed(weights, initial, Perturbation(0))["gate"]
     assert ((moved != weights["gate"]) == torch.tensor([True, False, True, False])).all()
     assert (moved - weights["gate"]).norm() == pytest.approx(NOISE_SHARE * weights["gate"].norm())
 
 
 def test_runs_that_choose_otherwise_begin_with_the_nearest_tie() -> None:
-    def run(shake: Shake) -> RunTrace:
+    def run(perturbation: Perturbation) -> RunTrace:
         """Draw 5 crosses its tie in step 2, draw 1 another one by 4 times the movement in step 1, others none."""
-        crossed = {5: (2, SHARES[0]), 1: (1, SHARES[1])}.get(shake.draw)
-        step = crossed[0] if crossed and shake.share >= crossed[1] else 0
+        crossed = {5: (2, SHARES[0]), 1: (1, SHARES[1])}.get(perturbation.draw)
+        step = crossed[0] if crossed and perturbation.share >= crossed[1] else 0
         return RunTrace(choices=[{"experts": torch.tensor([[int(step == each)]])} for each in (1, 2)])
 
     truth = RunTrace(choices=[{"experts": torch.tensor([[0]])}] * 2)

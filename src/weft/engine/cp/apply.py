@@ -19,7 +19,7 @@ from weft.engine.cp.context import CPContext
 from weft.engine.mesh import Topology
 from weft.engine.objective import is_hugging_face
 from weft.engine.wrap_forward import wrap_own_forward
-from weft.models.cp.mask_probe import hands_on_masks
+from weft.models.cp.mask_probe import passes_masks_through
 from weft.models.cp.probe import why_not_divided
 from weft.models.cp.ring_probe import why_not_in_ring
 from weft.models.cp.softmax import own_function
@@ -40,7 +40,7 @@ def apply_context_parallel(
     tensor = plan.tensor_parallel
     multiple = plan.mesh.tp if tensor.mode == "1d" and tensor.sequence_parallel else 1
     context = CPContext(
-        plan.context_parallel, groups, inner=inner, multiple=multiple, masks_in_pieces=hands_on_masks(model)
+        plan.context_parallel, groups, inner=inner, multiple=multiple, masks_in_pieces=passes_masks_through(model)
     )
     _register()
     recomputed = _recomputed_blocks(plan, layout)

@@ -32,7 +32,7 @@ class CPContext(AxisContext):
     """Losses of ranks are parts of a sum, so all count; every rank counts the labels of whole rows, so one is enough.
 
     `multiple`: each rank's positions are a multiple of it (sequence parallel divides them again). `masks_in_pieces`:
-    the model hands masks on as they are.
+    the model passes masks through to attention.
     """
 
     axis = axes.CP

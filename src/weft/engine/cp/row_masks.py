@@ -1,9 +1,9 @@
 """The mask of a rank's queries over whole rows, in pieces: no tensor of own times whole positions exists.
 
 At 131,072 positions on 8 ranks such a tensor has 2 GiB, and what attention kernels add to scores has twice as much. A
-model hands on a `RowMask` as it does a tensor, without a look into it (`models/cp/mask_probe.py` asks it); a look would
-be an error. Attention takes it piece by piece, with the keys alone that a piece's queries see: few of the row where
-there are windows or short documents.
+model passes a `RowMask` through to attention as it does a tensor; one that computes with masks fails with it, so
+`models/cp/mask_probe.py` tries before. Attention takes it piece by piece, with the keys alone that the queries of a
+piece see: few of the row where there are windows or short documents.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a model hands masks on to attention without a look into them. Its own forward answers, no list of families.
+"""Whether a model passes masks through to attention without reading them. Its own forward answers, no list of families.
 
 A small model runs with tensors as masks, and then with objects that have a shape and nothing else. Attention must get
 an object wherever it got a tensor.
@@ -28,7 +28,8 @@ class OpaqueMask:
         self.shape = shape
 
 
-def hands_on_masks(model: nn.Module) -> bool:
+def passes_masks_through(model: nn.Module) -> bool:
+    """False of a model that fails with opaque masks: it changes masks (ALiBi), or makes its own."""
     return _answer(Asked.of(model))
 
 

@@ -13,7 +13,7 @@ from weft.core.quantised_base import group_of, row_bytes
 from weft.engine.engine import Engine
 from weft.engine.optim.optimizers import OptimizerPolicy
 from weft.engine.ownership import local
-from weft.models.adapter.build import initial_weights, run_skeleton
+from weft.models.adapter.build import drawing_device, initial_weights, run_skeleton
 from weft.models.adapter.lora import factor_names
 from weft.models.adapter.merge import merged_tensors
 from weft.models.adapter.quantised import (
@@ -29,6 +29,12 @@ from weft.models.build import build_config
 from weft.plan.legality import require_legal
 
 KINDS = ("int8", "nf4")
+
+
+@pytest.mark.parametrize("base", ["model", "bfloat16", *KINDS])
+def test_a_random_base_that_is_not_saved_is_drawn_where_an_export_draws_it(base: str) -> None:
+    run, gpu = adapted_run("llama", {"base": base}), torch.device("cuda", 0)
+    assert drawing_device(run, gpu) == (CPU if base in KINDS else gpu)
 
 
 @pytest.mark.parametrize("kind", KINDS)

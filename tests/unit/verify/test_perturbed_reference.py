@@ -10,7 +10,7 @@ from verify_ranks import small_run
 from weft.core.plan import Plan
 from weft.core.run_spec import RunSpec
 from weft.verify.exercise import Subject, global_exercise
-from weft.verify.near_ties import SHARES, Shake
+from weft.verify.near_ties import SHARES, Perturbation
 from weft.verify.references import ReferenceCache, References
 
 
@@ -34,8 +34,8 @@ def references_of(corpus: str, model: str) -> References:
 
 def test_a_mixture_is_moved_after_its_first_update(corpus: str) -> None:
     references = references_of(corpus, "mixtral")
-    assert references.shaken is not None
-    truth, moved = references.truth, references.shaken(Shake(0, SHARES[-1]))
+    assert references.perturbed is not None
+    truth, moved = references.truth, references.perturbed(Perturbation(0, SHARES[-1]))
     assert moved.losses[0] == truth.losses[0], "nothing has trained yet"
     assert 0 < abs(moved.losses[1] - truth.losses[1]) < 1e-3
     assert moved.choices[0].keys() == truth.choices[0].keys() != set()
@@ -43,4 +43,4 @@ def test_a_mixture_is_moved_after_its_first_update(corpus: str) -> None:
 
 
 def test_a_dense_model_has_no_such_runs(corpus: str) -> None:
-    assert references_of(corpus, "llama").shaken is None
+    assert references_of(corpus, "llama").perturbed is None
